@@ -362,7 +362,8 @@ def run_preset(preset, root=None, force: bool = False, only: Iterable[str] = (),
             say(f"{head}  {'cached' if state == 'done' else state}"); continue
         say(f"{head}  running{f' ({state})' if state != 'to do' else ''}")
         start = time.perf_counter()
-        failure = run_job(job)
+        try: failure = run_job(job)
+        except KeyboardInterrupt: say(f"{head}  stopped; the same command goes on from here"); raise
         results[job.name] = f"failed: {failure}" if failure else "done"
         say(f"{head}  {failure or f'done in {time.perf_counter() - start:.0f} s'}")
     return results
