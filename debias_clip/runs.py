@@ -7,7 +7,7 @@ __all__ = ['app', 'data_app', 'notebook_cells', 'notebook_defaults', 'fit', 'Job
            'read_preset', 'job_state', 'versions', 'git_state', 'run_job', 'run_preset', 'summary', 'evaluate', 'main']
 
 # %% ../nbs/10_runs.ipynb #17301396
-import ast, difflib, hashlib, json, math, os, re, subprocess, sys, time, traceback
+import ast, difflib, hashlib, json, math, re, subprocess, sys, time, traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -277,7 +277,8 @@ def _papermill(job: Job) -> str | None:
     bar = {"desc": job.name, "leave": False} if watched else False
     try:
         papermill.execute_notebook(str(job.notebook), str(job.file("partial.ipynb")), dict(job.parameters), kernel_name="python3", cwd=str(job.root),
-                                   progress_bar=bar, stderr_file=sys.stderr if watched else None, coalesce_streams=True)
+                                   progress_bar=bar, stderr_file=sys.stderr if watched else None, coalesce_streams=True,
+                                   extra_arguments=["--IPKernelApp.log_level=ERROR"])   # its remarks on its own start are no progress
     except PapermillExecutionError as e: return f"{e.ename}: {e.evalue}"
     except Exception as e: return f"{type(e).__name__}: {e}"   # the kernel died or never started: as much the notebook's failure, not the batch's
     if not job.file("metrics.json").exists(): return f"it ended without write_metrics(out, {job.name!r}, …)"

@@ -1,5 +1,5 @@
-"""readme.py [README.md]: writes the front page nbs/index.ipynb as markdown (`make readme`); tests check that they agree."""
-import json, posixpath, re, sys
+"""readme.py: writes the front page nbs/index.ipynb as markdown (`make readme`); tests check that they agree."""
+import json, posixpath, re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
