@@ -43,7 +43,7 @@ def _check_components(n, d, k):
 _TIE = 1e-6  # singular values nearer than this share of the norm of the features are equal as far as float32 features can tell
 
 class _LeadingComponents(torch.autograd.Function):
-    "A [n, m] projected on its k leading left singular vectors, and how many (kept, dropped) gaps are closer than `tie`."
+    "A [n, m] projected on its k leading left singular vectors, and how many (kept, dropped) gaps are no wider than `tie`."
     @staticmethod
     def forward(ctx, a, k, tie):
         values, u = torch.linalg.eigh(a @ a.T)  # ascending: the kept ones come last
@@ -51,18 +51,19 @@ class _LeadingComponents(torch.autograd.Function):
         s_d, s_k = values.clamp(min=0).sqrt().tensor_split([len(a) - k])
         gap = s_k[:, None] - s_d
         difference = gap.clamp(min=tie)*(s_k[:, None] + s_d)
-        ctx.save_for_backward(a, u_k, u_d, difference.clamp(min=torch.finfo(a.dtype).tiny))
-        closed = (gap < tie).sum()
+        closed, z_k = (gap <= tie).sum(), u_k.T @ a
+        ctx.save_for_backward(a, z_k, u_k, u_d, difference.clamp(min=torch.finfo(a.dtype).tiny))
         ctx.mark_non_differentiable(closed)
-        return u_k @ (u_k.T @ a), closed
+        return u_k @ z_k, closed
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g, _):
-        a, u_k, u_d, difference = ctx.saved_tensors
-        z_k, z_d, g_k, g_d = u_k.T @ a, u_d.T @ a, u_k.T @ g, u_d.T @ g
-        w = (g_k @ z_d.T + z_k @ g_d.T)/difference
-        return u_k @ (g_k + w @ z_d) + u_d @ (w.T @ z_k), None, None
+        a, z_k, u_k, u_d, difference = ctx.saved_tensors
+        g_k = u_k.T @ g
+        w = (g_k @ a.T + z_k @ g.T) @ u_d/difference
+        t = w @ u_d.T  # only products with k rows or columns from here on: Z_d itself is never formed
+        return u_k @ (g_k + t @ a) + t.T @ z_k, None, None
 
 # %% ../nbs/03_losses.ipynb #e6ce27c1
 def _approximate(features, k):
@@ -185,6 +186,34 @@ def _non_finite(names, bad):
     return NonFiniteFeatures(f"features of this batch are not finite ({'; '.join(where)}): {_REMEDY}", rows)
 
 # %% ../nbs/03_losses.ipynb #13a2df64
+def _columns(loss, own):
+    "This rank's views gathered from all ranks. Adds the approximation of the image features, where it is used, to `own` and to the result."
+    (rank, world), (n, d) = _rank_and_world(), own["image"].shape
+    local, used = loss.pca_scope == "local", "short" in own
+    if used: _check_components(n if local else n*world, d, loss.pca_dim)
+    if used and local: own["approximation"] = loss._approximation(own["image"])
+    texts_only = loss.family == "sigmoid" and local  # a sigmoid branch's columns are texts: no image features need travel
+    everywhere = _gather({name: x for name, x in own.items() if name in ("long", "short") or not texts_only})
+    if used and not local:
+        everywhere["approximation"] = loss._approximation(everywhere["image"])
+        own["approximation"] = everywhere["approximation"][rank*n:(rank + 1)*n]
+    return everywhere
+
+def _branch(loss, own, everywhere, image, text, logit_scale, logit_bias):
+    "The loss of this rank's rows of two views against all ranks' columns of the other."
+    first = _rank_and_world()[0]*len(own[image])
+    if loss.family == "sigmoid": return sigmoid_loss(own[image], own[text], logit_scale, logit_bias, everywhere[text], first)
+    return info_nce(own[image], own[text], logit_scale, loss.label_smoothing, everywhere[image], everywhere[text], first)
+
+def _check_settings(short_weight, pca_dim, label_smoothing, family, pca_scope):
+    "Raises ValueError for a setting out of range."
+    if not 0 <= short_weight <= 1: raise ValueError(f"short_weight is the share of the short loss, 0 to 1, not {short_weight!r}")
+    if not (isinstance(pca_dim, int) and pca_dim >= 1): raise ValueError(f"pca_dim must be a whole number, 1 or more, not {pca_dim!r}")
+    if not 0 <= label_smoothing < 1: raise ValueError(f"label_smoothing must be 0 or more and below 1, not {label_smoothing!r}")
+    if family not in ("softmax", "sigmoid"): raise ValueError(f'family must be "softmax" or "sigmoid", not {family!r}')
+    if pca_scope not in ("local", "global"): raise ValueError(f'pca_scope must be "local" or "global", not {pca_scope!r}')
+
+# %% ../nbs/03_losses.ipynb #8c0a7899
 class DualCaptionLoss(nn.Module):
     """λ_s · short + (1 − λ_s) · long: the long caption against the image features, the short one against their PCA approximation.
 
@@ -197,11 +226,7 @@ class DualCaptionLoss(nn.Module):
     """
     def __init__(self, short_weight=0.1, pca_dim=32, label_smoothing=0.1, family="softmax", pca_scope="local"):
         super().__init__()
-        if not 0 <= short_weight <= 1: raise ValueError(f"short_weight is the share of the short loss, 0 to 1, not {short_weight!r}")
-        if not (isinstance(pca_dim, int) and pca_dim >= 1): raise ValueError(f"pca_dim must be a whole number, 1 or more, not {pca_dim!r}")
-        if not 0 <= label_smoothing < 1: raise ValueError(f"label_smoothing must be 0 or more and below 1, not {label_smoothing!r}")
-        if family not in ("softmax", "sigmoid"): raise ValueError(f'family must be "softmax" or "sigmoid", not {family!r}')
-        if pca_scope not in ("local", "global"): raise ValueError(f'pca_scope must be "local" or "global", not {pca_scope!r}')
+        _check_settings(short_weight, pca_dim, label_smoothing, family, pca_scope)
         self.short_weight, self.pca_dim, self.label_smoothing = short_weight, pca_dim, label_smoothing
         self.family, self.pca_scope, self._closed = family, pca_scope, 0
 
@@ -209,9 +234,6 @@ class DualCaptionLoss(nn.Module):
     def closed_gaps(self):
         "How many gaps between a kept and a dropped singular value were clamped since this module was made (int; reading it waits for the device)."
         return int(self._closed)
-
-    def extra_repr(self):
-        return ", ".join(f"{n}={getattr(self, n)!r}" for n in ("short_weight", "pca_dim", "label_smoothing", "family", "pca_scope"))
 
     def forward(self, image_features, long_features, short_features, logit_scale, logit_bias=None):
         """The loss of this rank's rows against all ranks' columns; the mean over ranks is the loss of the whole batch, and DDP's mean of gradients its gradient.
@@ -227,34 +249,17 @@ class DualCaptionLoss(nn.Module):
         if self.short_weight > 0: used["short"] = short_features
         with torch.autocast(image_features.device.type, enabled=False):
             own = _checked(used)
-            everywhere = self._everywhere(own)
-            zero = own["image"].new_zeros(())
-            if self.family == "softmax" and logit_bias is not None: zero = zero + 0*torch.as_tensor(logit_bias).sum()
-            pair = lambda image, text: _pair(own, everywhere, image, text, self, logit_scale, logit_bias) if text in own else zero
-            long, short = pair("image", "long"), pair("approximation", "short")
-            return dict(loss=self.short_weight*short + (1 - self.short_weight)*long + zero, long=long, short=short)
-
-    def _everywhere(self, own):
-        "The columns: this rank's views gathered from all ranks. Adds the approximation of the image features, if used, to both."
-        (rank, world), (n, d), k = _rank_and_world(), own["image"].shape, self.pca_dim
-        local = self.pca_scope == "local"
-        if "short" in own:
-            _check_components(n if local else n*world, d, k)
-            if local: own["approximation"] = self._approximation(own["image"])
-        texts_only = self.family == "sigmoid" and local  # its columns are texts, and nothing else is needed from other ranks
-        everywhere = _gather({name: x for name, x in own.items() if name in ("long", "short") or not texts_only})
-        if "short" in own and not local:
-            everywhere["approximation"] = self._approximation(everywhere["image"])
-            own["approximation"] = everywhere["approximation"][rank*n:(rank + 1)*n]
-        return everywhere
+            everywhere, zero = _columns(self, own), own["image"].new_zeros(())
+            long, short = (_branch(self, own, everywhere, image, text, logit_scale, logit_bias) if text in own else zero
+                           for image, text in (("image", "long"), ("approximation", "short")))
+            loss = self.short_weight*short + (1 - self.short_weight)*long
+            if self.family == "softmax" and logit_bias is not None: loss = loss + 0*torch.as_tensor(logit_bias).sum()
+            return dict(loss=loss, long=long, short=short)
 
     def _approximation(self, features):
+        "PCA approximation of this batch, its closed gaps counted."
         approximation, closed = _approximate(features, self.pca_dim)
         self._closed = self._closed + closed
         return approximation
 
-def _pair(own, everywhere, image, text, loss, logit_scale, logit_bias):
-    "One branch: this rank's rows of two views against all ranks' columns of the other."
-    first = _rank_and_world()[0]*len(own[image])
-    if loss.family == "sigmoid": return sigmoid_loss(own[image], own[text], logit_scale, logit_bias, everywhere[text], first)
-    return info_nce(own[image], own[text], logit_scale, loss.label_smoothing, everywhere[image], everywhere[text], first)
+    def extra_repr(self): return ", ".join(f"{n}={getattr(self, n)!r}" for n in ("short_weight", "pca_dim", "label_smoothing", "family", "pca_scope"))

@@ -1,0 +1,342 @@
+"""Losses: oracles, golden values, several processes.
+
+data/parity_small.safetensors is a part of ../shared/parity (features, PCA and losses of the reference implementation), so that these values are tested where that folder is not.
+"""
+import datetime
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from debias_clip.losses import DualCaptionLoss, NonFiniteFeatures, closed_gaps, info_nce, pca_approximation, sigmoid_loss
+
+SMALL = Path(__file__).parent/'data'/'parity_small.safetensors'
+SHARED = Path(__file__).parents[2]/'shared'/'parity'
+NAMES = 'image_features', 'text_features_long', 'text_features_short'
+TINY = dict(embed_dim=64, quick_gelu=True, vision_cfg=dict(image_size=32, layers=2, width=128, patch_size=8),
+            text_cfg=dict(context_length=77, vocab_size=1000, width=128, heads=2, layers=2))
+
+
+def unit(n, d=16, seed=0, dtype=torch.float32):
+    return F.normalize(torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + .5, dim=1).to(dtype)
+
+
+def relative(a, b): return ((a - b).norm()/b.norm()).item()
+
+
+# The obvious versions.
+
+def oracle_pca(x, k):
+    u, s, vh = torch.linalg.svd(x - x.mean(0), full_matrices=False)
+    return (u[:, :k]*s[:k]) @ vh[:k] + x.mean(0)
+
+
+def oracle_info_nce(image, text, scale, smoothing):
+    logits, n = scale*image @ text.T, len(image)
+    target = torch.full((n, n), smoothing/n, dtype=logits.dtype) + (1 - smoothing)*torch.eye(n, dtype=logits.dtype)
+    return -sum((target*z.log_softmax(1)).sum(1).mean() for z in (logits, logits.T))/2
+
+
+def oracle_sigmoid(image, text, scale, bias):
+    n, total = len(image), 0
+    for i in range(n):
+        for j in range(n):
+            logit = scale*(image[i] @ text[j]) + bias
+            total = total + F.softplus(-logit if i == j else logit)
+    return total/n
+
+
+def oracle(image, long, short, scale, bias, family, blocks, k=8, weight=.3, smoothing=.1):
+    "One process with the whole batch; PCA a rank-sized block at a time."
+    pair = (lambda a, b: oracle_info_nce(a, b, scale, smoothing)) if family == 'softmax' else (lambda a, b: oracle_sigmoid(a, b, scale, bias))
+    long, short = pair(image, long), pair(torch.cat([oracle_pca(x, k) for x in image.chunk(blocks)]), short)
+    return dict(loss=weight*short + (1 - weight)*long, long=long, short=short)
+
+
+# PCA
+
+@pytest.mark.parametrize('n, d, k', [(20, 16, 8), (12, 30, 5), (16, 16, 15), (9, 30, 8), (40, 6, 6), (300, 16, 8)])
+def test_pca_is_the_svds(n, d, k):
+    x, g = unit(n, d, dtype=torch.float64).requires_grad_(), unit(n, d, 1, torch.float64)
+    got, want = pca_approximation(x, k), oracle_pca(x, k)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(torch.autograd.grad((got*g).sum(), x)[0], torch.autograd.grad((want*g).sum(), x)[0], rtol=1e-7, atol=1e-8)
+    y = x.detach().float().requires_grad_()
+    single = pca_approximation(y, k)
+    assert single.dtype == torch.float32 and relative(single, want) < 1e-6
+    assert closed_gaps(y, k) == 0
+
+
+def hadamard(s):
+    "[8, 7] features whose centred matrix has singular values exactly proportional to s."
+    two = torch.tensor([[1., 1.], [1., -1.]], dtype=torch.float64)
+    return torch.kron(two, torch.kron(two, two))[:, 1:]*torch.tensor(s) + .25
+
+
+@pytest.mark.parametrize('s', [[2., 2, 2, 1, 1, 1, 1], [4., 2, 2, 1, 1, .5, .25], [4., 3, 2, 0, 0, 0, 0], [4., 3, 2, 1.99, 1, 0, 0]])
+@pytest.mark.parametrize('shape', ['wide', 'tall'])
+def test_gradcheck_with_repeated_singular_values(s, shape):
+    x = hadamard(s)
+    x = torch.cat([x, torch.zeros(8, 4, dtype=x.dtype)], 1) if shape == 'wide' else torch.cat([x[:, :6], -x[:, :6]])
+    assert torch.autograd.gradcheck(lambda x: pca_approximation(x, 3), x.clone().requires_grad_(), eps=1e-5, atol=1e-5)
+    assert closed_gaps(x, 3) == closed_gaps(x.float(), 3) == 0
+
+
+def test_a_small_gap_is_not_touched():
+    x = hadamard([4., 3, 2.0001, 2, 1, .5, .25]).requires_grad_()
+    g = unit(8, 7, dtype=torch.float64)
+    got, want = (torch.autograd.grad((f(x, 3)*g).sum(), x)[0] for f in (pca_approximation, oracle_pca))
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    assert closed_gaps(x, 3) == closed_gaps(x.detach().float(), 3) == 0
+
+
+@pytest.mark.parametrize('x, k, closed', [
+    (hadamard([4., 3, 2, 2, 1, .5, .25]), 3, 1), (hadamard([4., 2, 2, 2, 2, .5, .25]), 3, 4), (unit(1).repeat(20, 1), 8, 64), (torch.zeros(20, 16), 8, 64),
+    (unit(5, 16).repeat(4, 1), 8, None), (1e-20*unit(20), 8, 0), (1e15*unit(20), 8, 0)], ids=['one', 'four', 'collapsed', 'zeros', 'five samples', 'tiny', 'huge'])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
+def test_closed_gaps_are_clamped_and_counted(x, k, closed, dtype):
+    x = x.to(dtype).clone().requires_grad_()
+    y = pca_approximation(x, k)
+    y.backward(unit(*x.shape, seed=1).to(dtype))
+    assert y.isfinite().all() and x.grad.isfinite().all()
+    if closed is None: assert closed_gaps(x, k) > 0 and x.grad.norm() < 10
+    else: assert closed_gaps(x, k) == closed
+    if closed == 64: assert relative(y + 1, x.detach() + 1) < 1e-6 and x.grad.norm() < 10
+
+
+def test_pca_names_what_is_wrong():
+    x = unit(40)
+    x[3, 0], x[17, 5] = math.nan, -math.inf
+    with pytest.raises(NonFiniteFeatures, match=r'samples \[3, 17\]') as e: pca_approximation(x, 8)
+    assert e.value.rows == {0: [3, 17]} and isinstance(e.value, ValueError)
+    for n in (0, 1, 8):
+        with pytest.raises(ValueError, match=r'at least 8 \+ 1 = 9 samples.*rank at most B - 1'): pca_approximation(unit(40)[:n], 8)
+    torch.testing.assert_close(pca_approximation(unit(9), 8), unit(9))
+    with pytest.raises(ValueError, match='16 dimensions have no 17'): pca_approximation(unit(40), 17)
+    with pytest.raises(ValueError, match='1 or more'): pca_approximation(unit(40), 0)
+    with pytest.raises(ValueError, match='matrix'): pca_approximation(unit(40)[0], 8)
+    with pytest.raises(ValueError, match=r'32 \+ 1 = 33 samples'): DualCaptionLoss()(unit(32, 64), unit(32, 64), unit(32, 64), 1.)
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_pca_in_half_precision_and_under_autocast(dtype):
+    x = unit(40).to(dtype).requires_grad_()
+    g = unit(40, seed=1)
+    plain = x.detach().double().requires_grad_()
+    want = oracle_pca(plain, 8)
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        got = pca_approximation(x, 8)
+        got.backward(g)  # inside as well, though one should not
+    want.backward(g)
+    assert got.dtype == torch.float32 and relative(got, want) < 1e-6 and x.grad.dtype == dtype
+    assert relative(x.grad, plain.grad) < 1e-2
+
+
+# The loss in one process
+
+@pytest.mark.parametrize('family', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize('scope', ['local', 'global'])
+def test_one_process(family, scope):
+    x = [unit(12, seed=i, dtype=torch.float64).requires_grad_() for i in range(3)]
+    scale, bias = torch.tensor(7.).double().requires_grad_(), torch.tensor(-3.).double().requires_grad_()
+    got = DualCaptionLoss(.3, 8, .1, family, scope)(*x, scale, bias)
+    want = oracle(*x, scale, bias, family, 1)
+    for name in want: torch.testing.assert_close(got[name], want[name], rtol=1e-10, atol=1e-10)
+    inputs = [*x, scale] + [bias]*(family == 'sigmoid')
+    for a, b in zip(torch.autograd.grad(got['loss'], inputs, retain_graph=True), torch.autograd.grad(want['loss'], inputs)):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+    if family == 'softmax': assert torch.autograd.grad(got['loss'], bias)[0] == 0  # in the graph, so that DDP does not wait for it
+    assert sorted(got) == ['long', 'loss', 'short'] and all(v.shape == () for v in got.values())
+
+
+@pytest.mark.parametrize('family', ['softmax', 'sigmoid'])
+def test_a_branch_of_weight_0_is_skipped(family):
+    image, text = unit(4), unit(4, seed=1)
+    alone = DualCaptionLoss(0, family=family)(image, text, None, 5.)  # 4 samples: no 32 components, and none needed
+    want = info_nce(image, text, 5., .1) if family == 'softmax' else sigmoid_loss(image, text, 5.)
+    assert alone['short'] == 0 and alone['loss'] == alone['long'] and torch.equal(alone['long'], want)
+    short = DualCaptionLoss(1, 2, family=family)(image, None, text, 5.)
+    both = DualCaptionLoss(.5, 2, family=family)(image, text, text, 5.)
+    assert short['long'] == 0 and short['loss'] == short['short'] == both['short']
+    with pytest.raises(ValueError, match='None'): DualCaptionLoss(.5, 2)(image, text, None, 5.)
+
+
+def test_half_precision_and_autocast_change_nothing():
+    x = [unit(12, seed=i).bfloat16() for i in range(3)]
+    loss = DualCaptionLoss(.3, 8)
+    want = loss(*(v.float() for v in x), torch.tensor(100.))
+    with torch.autocast('cpu', dtype=torch.bfloat16): got = loss(*x, torch.tensor(100.))
+    assert got['loss'].dtype == torch.float32 and all(torch.equal(got[n], want[n]) for n in want)
+
+
+def test_closed_gaps_of_a_training_add_up():
+    loss, x = DualCaptionLoss(.3, 3), hadamard([4., 3, 2, 2, 1, .5, .25]).float()
+    for expected in (1, 2):
+        loss(x, x, x, 1.)
+        assert loss.closed_gaps == expected
+    loss(unit(8, 7), x, x, 1.)
+    assert loss.closed_gaps == 2
+
+
+@pytest.mark.parametrize('wrong', [dict(short_weight=-.1), dict(short_weight=1.1), dict(short_weight=math.nan), dict(pca_dim=0), dict(pca_dim=1.5), dict(label_smoothing=1.), dict(label_smoothing=-1),
+                                   dict(family='clip'), dict(pca_scope='rank')], ids=str)
+def test_settings_out_of_range(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))): DualCaptionLoss(**wrong)
+
+
+def test_features_that_do_not_belong_together():
+    loss = DualCaptionLoss(.3, 3)
+    for bad in ([unit(8), unit(7), unit(8)], [unit(8), unit(8), unit(8, 15)], [unit(8)[None]]*3, [unit(8)[:0]]*3):
+        with pytest.raises(ValueError, match='one shape'): loss(*bad, 1.)
+    spoilt = unit(8)
+    spoilt[5] = math.nan
+    with pytest.raises(NonFiniteFeatures, match=r'short features of samples \[5\]') as e: loss(unit(8), unit(8), spoilt, 1.)
+    assert e.value.rows == {0: [5]}
+
+
+# Several processes: two groups, one after the other, in one start of three.
+
+TOTAL, CASES = 36, [(f, s) for f in ('softmax', 'sigmoid') for s in ('local', 'global')]
+
+
+def inputs(dtype=torch.float32): return [unit(TOTAL, seed=i, dtype=dtype) for i in range(3)], torch.tensor(7., dtype=dtype), torch.tensor(-3., dtype=dtype)
+
+
+def of_rank(x, rank, world): return x.chunk(world)[rank].clone().requires_grad_()
+
+
+def run_case(family, scope, rank, world):
+    x, scale, bias = inputs()
+    x, saved = [of_rank(v, rank, world) for v in x], []
+    leaves = [*x, scale.requires_grad_(), bias.requires_grad_()]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
+        out = DualCaptionLoss(.3, 8, .1, family, scope)(*leaves)
+    return dict(out={n: v.detach() for n, v in out.items()}, grads=torch.autograd.grad(out['loss'], leaves), saved=set(saved))
+
+
+def run_golden(rank, world):
+    "Long + short of the golden features, and the gradient that it sends back to this rank's features before normalisation."
+    small = load_file(SMALL)
+    x, scale = [of_rank(small[n], rank, world) for n in NAMES], small['logit_scale'].requires_grad_()
+    out = DualCaptionLoss(short_weight=.5)(*(F.normalize(v, dim=1) for v in x), scale.exp())
+    return dict(losses=torch.stack([out['long'], out['short']]).detach(), grads=torch.autograd.grad(2*out['loss'], [*x, scale]))
+
+
+def error_of(f):
+    try: f()
+    except ValueError as e: return f'{type(e).__name__}: {e}', getattr(e, 'rows', None)
+
+
+def run_faults(rank, world):
+    def go(n, spoil=False, scope='local'):
+        x = [unit(n, seed=10*rank + i) for i in range(3)]
+        if spoil: x[1][5] = math.nan
+        return DualCaptionLoss(.3, 8, pca_scope=scope)(*x, 1.)
+    with torch.no_grad(): together = go(8, scope='global')['loss']
+    return dict(unequal=error_of(lambda: go(12 + (rank == 1))), nan=error_of(lambda: go(12, rank == 1)), few=error_of(lambda: go(8)), together=together, after=go(12)['loss'].detach())
+
+
+def worker(rank, folder):
+    torch.set_num_threads(1)
+    for world in (2, 3):
+        if rank >= world: continue
+        dist.init_process_group('gloo', f'file://{folder}/store{world}', timeout=datetime.timedelta(seconds=60), rank=rank, world_size=world)
+        found = {case: run_case(*case, rank, world) for case in CASES}
+        again = run_case('softmax', 'local', rank, world)
+        found |= dict(same_bits=all(map(torch.equal, again['grads'], found['softmax', 'local']['grads'])), faults=run_faults(rank, world))
+        if world == 2: found['golden'] = run_golden(rank, world)
+        dist.destroy_process_group()
+        torch.save(found, f'{folder}/{world}-{rank}.pt')
+
+
+@pytest.fixture(scope='module')
+def ranks(tmp_path_factory):
+    "What every rank of a group of N found: {N: [rank 0's, …]}; N = 1 without a process group."
+    folder = tmp_path_factory.mktemp('ranks')
+    mp.spawn(worker, (str(folder),), nprocs=3)
+    alone = {case: run_case(*case, 0, 1) for case in CASES} | dict(golden=run_golden(0, 1))
+    return {1: [alone]} | {n: [torch.load(folder/f'{n}-{r}.pt', weights_only=False) for r in range(n)] for n in (2, 3)}
+
+
+@pytest.mark.parametrize('world', [1, 2, 3])
+@pytest.mark.parametrize('case', CASES, ids=str)
+def test_n_ranks_are_one_process_with_the_whole_batch(ranks, world, case):
+    x, scale, bias = inputs(torch.float64)
+    leaves = [v.requires_grad_() for v in (*x, scale, bias)]
+    want = oracle(*leaves, case[0], world if case[1] == 'local' else 1)
+    found = [r[case] for r in ranks[world]]
+    for name in want: assert sum(f['out'][name] for f in found)/world == pytest.approx(want[name].item(), rel=1e-5)
+    want = torch.autograd.grad(want['loss'], leaves, allow_unused=True)
+    for i in range(3): assert relative(torch.cat([f['grads'][i] for f in found])/world, want[i].float()) < 1e-5  # a parameter's gradient is averaged over ranks
+    for i in (3, 4): assert sum(f['grads'][i] for f in found)/world == pytest.approx(0 if want[i] is None else want[i].item(), rel=1e-5)
+
+
+@pytest.mark.parametrize('world', [2, 3])
+def test_no_rank_holds_the_whole_matrix_of_logits(ranks, world):
+    for r in ranks[world]:
+        for case in CASES: assert (TOTAL//world, TOTAL) in r[case]['saved'] and (TOTAL, TOTAL) not in (r[case]['saved'] if case[1] == 'local' else ())
+
+
+@pytest.mark.parametrize('world', [2, 3])
+def test_the_same_bits_again(ranks, world): assert all(r['same_bits'] for r in ranks[world])
+
+
+@pytest.mark.parametrize('world', [2, 3])
+def test_all_ranks_stop_alike_and_go_on(ranks, world):
+    found = [r['faults'] for r in ranks[world]]
+    assert len({f['unequal'][0] for f in found}) == len({f['nan'][0] for f in found}) == 1
+    assert f'{[12, 13, 12][:world]} samples' in found[0]['unequal'][0]
+    assert 'NonFiniteFeatures' in found[0]['nan'][0] and 'rank 1: long features of samples [5]' in found[0]['nan'][0]
+    for f in found:
+        assert f['nan'][1] == {1: [5]} and 'at least 8 + 1 = 9' in f['few'][0] and f['after'].isfinite() and f['together'].isfinite()
+
+
+# Golden values
+
+def test_golden_pca():
+    small = load_file(SMALL)
+    image = F.normalize(small['image_features'], dim=1)
+    for n in (40, 80):
+        assert relative(pca_approximation(image[:n]), small[f'pca_{n}']) < 1e-6
+        assert closed_gaps(image[:n]) == 0
+
+
+@pytest.mark.parametrize('world', [1, 2])
+def test_golden_losses(ranks, world):
+    got = torch.stack([r['golden']['losses'] for r in ranks[world]])
+    torch.testing.assert_close(got, load_file(SMALL)[f'world{world}.losses'], rtol=1e-5, atol=0)
+
+
+@pytest.fixture(scope='module')
+def encoded(tmp_path_factory):
+    "The reference's tiny model, its golden values, and the three outputs with their graph."
+    if not SHARED.is_dir(): pytest.skip('golden values are not here (../shared/parity)')
+    import open_clip
+    from debias_clip.models import load_checkpoint
+    config = tmp_path_factory.mktemp('config')/'parity-losses.json'
+    config.write_text(json.dumps(TINY))
+    open_clip.add_model_config(config)
+    model, golden = load_checkpoint(SHARED/'model.safetensors', config.stem).eval(), load_file(SHARED/'golden.safetensors')
+    return model, golden, (model.encode_image(golden['images']), model.encode_text(golden['tokens_long']), model.encode_text(golden['tokens_short']))
+
+
+@pytest.mark.parametrize('world', [1, 2])
+def test_golden_gradients(ranks, encoded, world):
+    (model, golden, outputs), compared = encoded, 0
+    *features, scale = [torch.stack(g) for g in zip(*(r['golden']['grads'] for r in ranks[world]))]
+    parameters = {n: p for n, p in model.named_parameters() if f'world{world}.grad.{n}' in golden or n == 'positional_embedding'}
+    del parameters['logit_scale']
+    grads = dict(zip(parameters, torch.autograd.grad(outputs, list(parameters.values()), [g.flatten(0, 1)/world for g in features], retain_graph=True)))
+    grads |= dict(logit_scale=scale.mean(), positional_embedding_res=grads['positional_embedding'])
+    for key, want in golden.items():
+        if not key.startswith(f'world{world}.grad.'): continue
+        name, compared = key.split('.grad.')[1], compared + 1
+        used = slice(20, None) if name == 'positional_embedding_res' else ...  # rows 0-19 are those of the frozen table
+        assert relative(grads[name][used], want[used]) < 1e-4, name
+    assert compared == 7
