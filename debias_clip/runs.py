@@ -254,7 +254,8 @@ def git_state(root) -> dict | None:
 
 # %% ../nbs/10_runs.ipynb #7b35146a
 def _hide_paths(text: str, root) -> str:
-    "Text with the machine's folders cut off and what a carriage return overwrote left out."
+    "Text with the machine's folders cut off, what a carriage return overwrote left out, and tqdm's complaint that its bars are text."
+    text = re.sub(r"[^\n]*TqdmWarning: IProgress not found[^\n]*\n( +from \.autonotebook[^\n]*\n)?", "", text)
     text = re.sub(r"[^\n]*\r(?!\n)", "", re.sub(r"\r+\n", "\n", text))
     text = re.sub(r"[^\s\"'(\[]*[/\\]ipykernel_\d+[/\\]\d+\.py", "<cell>", text)
     for folder, name in [(Path(root), "."), (Path(sys.prefix), "<python>"), (Path(sys.base_prefix), "<python>"), (Path.home(), "~")]:
@@ -414,11 +415,12 @@ def _train(config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Y
 
 # %% ../nbs/10_runs.ipynb #5ca01f51
 def _records(data: str, root: Path | None):
-    "The captions called `data`: a folder, or a name below root."
-    from debias_clip.data import read_records
-    folder = Path(root or ".")/data
-    if not folder.exists(): raise ValueError(f"there is no {folder}: --data is a folder with images and captions, --root the folder it lies in")
-    return read_records(folder)
+    "The captions called `data`: a data set's name with the folder it lies in, or one's own table or folder."
+    from debias_clip.data import PROTOCOLS, load_records, read_records
+    if root is not None: return load_records(data, root)
+    if Path(data).exists(): return read_records(data)
+    if data in PROTOCOLS: raise ValueError(f"where does {data} lie? Give its folder as --root DIR")
+    raise ValueError(f"there is no {data}: give a folder with captions.csv or captions.jsonl, such a table, or --root DIR and a data set's name; {_near(data, PROTOCOLS)}")
 
 def evaluate(model, tokenizer, transform, records) -> list[dict]:
     """Retrieval with the long captions of some records and, where they have any, their short ones.
@@ -442,9 +444,9 @@ _File = Annotated[Path | None, typer.Option(metavar="FILE", help="A checkpoint f
 
 @app.command("eval")
 def _eval(model: Annotated[str, typer.Option(metavar="NAME", help="Backbone, as open_clip calls it, or scenes-clip and the like.")],
-          data: Annotated[str, typer.Option(metavar="NAME_OR_PATH", help="Folder with images and captions.")],
+          data: Annotated[str, typer.Option(metavar="NAME_OR_PATH", help="A data set's name, or a table of captions, or its folder.")],
           pretrained: Annotated[str | None, typer.Option(metavar="TAG_OR_FILE", help="A published tag, or a checkpoint file.")] = None,
-          checkpoint: _File = None, root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder that --data lies in.")] = None):
+          checkpoint: _File = None, root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the named data set.")] = None):
     "Measure retrieval, both ways, with any model."
     if (pretrained is None) == (checkpoint is None): raise typer.BadParameter("give one of --pretrained TAG_OR_FILE and --checkpoint FILE")
     import pandas
@@ -463,8 +465,8 @@ app.add_typer(data_app, name="data")
 def _data(): pass   # with a single command below it, typer would leave the word "show" out
 
 @data_app.command("show")
-def _show(data: Annotated[str, typer.Argument(metavar="NAME_OR_PATH", help="Folder with images and captions.")],
-          root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder that it lies in.")] = None,
+def _show(data: Annotated[str, typer.Argument(metavar="NAME_OR_PATH", help="A data set's name, or a table of captions, or its folder.")],
+          root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the named data set.")] = None,
           n: Annotated[int, typer.Option(metavar="N", help="How many samples.")] = 3,
           recipe: Annotated[str, typer.Option(metavar="NAME", help="Recipe of the short caption: debias, long_clip, …")] = "debias"):
     "Show samples with both captions as training sees them."

@@ -3,6 +3,7 @@ import json, os, signal, subprocess, sys, time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from debias_clip import runs
 from debias_clip.results import find_checkout, read_record, run_folder, write_metrics
@@ -251,6 +252,37 @@ def test_help_is_quick_for_it_imports_nothing_heavy(tmp_path):
     for command in ("", "run", "train", "eval", "data"):
         done = subprocess.run([sys.executable, "-c", code.replace("COMMAND", command)], cwd=tmp_path, text=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(REPO)})
         assert done.returncode == 0 and "Usage" in done.stdout, (command, done.stderr)
+
+
+@pytest.fixture
+def own_captions(tmp_path):
+    from PIL import Image
+    rows = ["image,caption"]
+    for i, colour in enumerate(("red", "green", "blue")):
+        Image.new("RGB", (48, 48), colour).save(tmp_path/f"{i}.png")
+        rows.append(f"{i}.png,A {colour} square. It fills the picture. Nothing else is there.")
+    (tmp_path/"captions.csv").write_text("\n".join(rows))
+    return tmp_path
+
+
+def invoke(*args): return CliRunner().invoke(runs.app, [*map(str, args)])
+
+
+def test_data_show_tells_both_captions(own_captions):
+    shown = invoke("data", "show", own_captions, "--n", 1, "--recipe", "no_summary")
+    assert shown.exit_code == 0, shown.output
+    assert "long:  A red square. It fills the picture. Nothing else is there." in shown.output and "short: It fills the picture. Nothing else is there." in shown.output
+    for args, told in [(("show", own_captions, "--recipe", "debia"), "did you mean debias?"), (("show", "doci"), "did you mean dci or docci?"), (("show", "docci"), "--root DIR")]:
+        assert told in str(invoke("data", *args).exception)
+
+
+def test_eval_takes_a_checkpoint_either_way(own_captions):
+    from debias_clip.models import create_model, save_checkpoint
+    save_checkpoint(create_model("scenes-clip", keep=8), own_captions/"model.safetensors")
+    out = [invoke("eval", "--model", "scenes-clip", option, own_captions/"model.safetensors", "--data", own_captions) for option in ("--pretrained", "--checkpoint")]
+    for shown in out: assert shown.exit_code == 0, (shown.output, shown.exception)
+    assert out[0].output == out[1].output and "t2i_R@1" in out[0].output and "long" in out[0].output
+    assert invoke("eval", "--model", "scenes-clip", "--data", own_captions).exit_code == 2
 
 
 # ---- where results go

@@ -13,7 +13,7 @@ def _link(match) -> str:
 
 def _outputs(cell) -> list[str]:
     "Markdown as it is, other text fenced; pictures are linked from the prose."
-    data = [{"text/plain": o["text"]} if o["output_type"] == "stream" else o.get("data", {}) for o in cell["outputs"]]
+    data = [{"text/plain": o["text"]} if o["output_type"] == "stream" else o.get("data", {}) for o in cell["outputs"] if o.get("name") != "stderr"]
     return [_text(d["text/markdown"]) if "text/markdown" in d else f"```\n{_text(d['text/plain'])}\n```" for d in data if "text/plain" in d]
 
 def readme(notebook=ROOT/"nbs"/"index.ipynb") -> str:
