@@ -1,5 +1,6 @@
 """Contracts of the data: the same samples whatever the workers, ranks and restarts; every picture read or named."""
-import os, pickle, signal, time, warnings
+import csv, json, os, pickle, signal, time, warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +9,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 from PIL import Image
 
-from debias_clip.captions import DEBIAS, LONG_CLIP, SAMPLED
-from debias_clip.data import (GlobalBatches, ImageError, Normalize, PairDataset, Records, TextStore, load_image, make_loader,
-                              readable, select)
+from debias_clip.captions import DEBIAS, LONG_CLIP, SAMPLED, split_sentences
+from debias_clip.data import (PROTOCOLS, GlobalBatches, ImageError, Normalize, PairDataset, Records, TextStore, TextTable, caption_statistics, load_image,
+                              load_records, make_loader, read_records, readable, select, stream_json, write_tables)
 from debias_clip.tokens import get_tokenizer
 
 SHARED = Path(__file__).parents[2]/"shared"
@@ -67,6 +68,7 @@ def test_store_gives_the_ids_of_the_text(tok):
 
 class TwoForms:
     "A tokeniser whose first word differs, as SigLIP2's does."
+    family = "siglip"
     def encode(self, text): return [ord(c) for c in text.strip(".")]
     def encode_sentence(self, text): return [1000 + i if k == 0 else i for k, i in enumerate(self.encode(text))]
 
@@ -281,3 +283,262 @@ def test_unreadable_pictures_stop_or_are_left_out_by_name(tmp_path, tok):
     assert data.__getitems__([(0, 0), (0, 3)])["image"].shape == (2, 3, 6, 9)
     with pytest.raises(ImageError, match=r"2\.png"): next(iter(make_loader(data, GlobalBatches(4, 4))))
     with pytest.raises(ImageError, match=r"2\.png"): next(iter(make_loader(data, GlobalBatches(4, 4), workers=1)))
+
+
+# captions of one's own
+
+def pictures(folder, *names):
+    for name in names:
+        (folder/name).parent.mkdir(parents=True, exist_ok=True)
+        rgb().save(folder/name)
+    return folder
+
+
+def write_csv(path, *rows):
+    with open(path, "w", encoding="utf-8", newline="") as f: csv.writer(f).writerows(rows)
+    return path
+
+
+def test_own_csv_and_jsonl(tmp_path):
+    pictures(tmp_path, "a.png", "deep/b.png")
+    write_csv(tmp_path/"captions.csv", ["image", "caption"], ["a.png", 'A "red" box, open.\nIt is old.'], ["deep/b.png", "赤い箱。古い。"])
+    r = read_records(tmp_path)
+    assert r.captions[0][0] == 'A "red" box, open.' and len(r) == 2 and r.name == tmp_path.name and r.short is None
+    assert [Path(p).relative_to(tmp_path).as_posix() for p in r.images] == ["a.png", "deep/b.png"]
+    (tmp_path/"other.jsonl").write_text('\ufeff{"file": "a.png", "text": ["One box.", "A box. Red."]}\n\n{"file": "deep/b.png", "text": ["Two."]}\n', encoding="utf-8")
+    r = read_records(tmp_path/"other.jsonl", image="file", caption="text")
+    assert r.short == [["One box.", "A box. Red."], ["Two."]] and r.captions == [["One box."], ["Two."]]
+    write_csv(tmp_path/"list.csv", ["image", "captions"], ["a.png", '["One.", "Two."]'])
+    assert read_records(tmp_path/"list.csv").short == [["One.", "Two."]]
+    (tmp_path/"away").mkdir()
+    write_csv(tmp_path/"away"/"t.csv", ["image", "caption"], ["a.png", "A box"])
+    assert read_records(tmp_path/"away"/"t.csv", root=tmp_path, splitter="period").splitter == "period"
+
+
+@pytest.mark.parametrize("text,message", [
+    ("image,caption\na.png,A.\na.png,  \n", r"captions.csv line 3: 'caption' is empty"), ("image,caption\na.png\n", "line 2: 'caption' is empty"), ("image,caption\n", "no rows"), ("", "no rows"),
+    ("picture,caption\na.png,A.\n", "line 2 has no 'image', only picture, caption"), ("image,text\na.png,A.\n", "no 'captions', only image, text"), ("image,captions\na.png,[1\n", "starts as a JSON list"),
+    ("image,captions\na.png,[]\n", "is empty or no text")])
+def test_own_csv_faults_name_the_line(tmp_path, text, message):
+    (pictures(tmp_path, "a.png")/"captions.csv").write_text(text)
+    with pytest.raises(ValueError, match=message): read_records(tmp_path)
+
+
+@pytest.mark.parametrize("raw,message", [
+    (b'{"image": "a.png", "caption": "A."}\n{"image": "a.png", "cap', "line 2: cannot be read"), (b'["a.png", "A."]', "line 1 has no 'caption"), (b'{"image": "a.png", "caption": NaN}', r"no text \(nan\)"),
+    (b'{"image": "a.png", "caption": ["A.", ""]}', "line 1: 'caption' is empty or no text"), ('{"image": "a.png", "caption": "é"}'.encode("latin-1"), "not UTF-8")])
+def test_own_jsonl_faults_name_the_line(tmp_path, raw, message):
+    (pictures(tmp_path, "a.png")/"captions.jsonl").write_bytes(raw)
+    with pytest.raises(ValueError, match=message): read_records(tmp_path)
+
+
+def test_own_tables_must_be_clear(tmp_path):
+    with pytest.raises(ValueError, match="neither"): read_records(tmp_path)
+    for suffix in ("csv", "jsonl"): (tmp_path/f"captions.{suffix}").touch()
+    with pytest.raises(ValueError, match="both"): read_records(tmp_path)
+    (tmp_path/"x.txt").touch()
+    with pytest.raises(ValueError, match="end in .csv or .jsonl"): read_records(tmp_path/"x.txt")
+
+
+def test_missing_pictures_are_counted_by_folder(tmp_path):
+    pictures(tmp_path, "a/1.png", "b/1.png")
+    write_csv(tmp_path/"captions.csv", ["image", "caption"], *[[f"{f}/{i}.png", f"Number {f}{i}."] for f in "ab" for i in (1, 2, 3, 4, 5)])
+    with pytest.raises(ValueError, match=r"8 of 10 image files are missing: 4 in \S*a \(first: 2.png, 3.png, 4.png\); 4 in \S*b .*max_missing"): read_records(tmp_path)
+    with pytest.warns(UserWarning, match="8 of 10.*left out"): r = read_records(tmp_path, max_missing=.8)
+    assert r.captions == [["Number a1."], ["Number b1."]]
+    write_csv(tmp_path/"captions.csv", ["image", "caption"], ["A/1.PNG", "A."], ["b/1.png", "B."])
+    (tmp_path/"captions.csv").write_text("image,caption\na/1.PNG,A.\n")
+    with pytest.raises(ValueError, match="'1.png' is there: the names differ in upper and lower case"): read_records(tmp_path)
+
+
+def test_repeats_are_counted(tmp_path):
+    write_csv(pictures(tmp_path, "a.png", "b.png")/"captions.csv", ["image", "caption"], ["a.png", "A."], ["a.png", "A."], ["a.png", "Another."], ["b.png", "A."])
+    with pytest.warns(UserWarning) as said: r = read_records(tmp_path)
+    assert len(r) == 3 and "1 of 4 rows repeat" in str(said[0].message) and "1 rows name an image" in str(said[1].message)
+
+
+# the paper's data sets, in the layout they have on disk
+
+def write_json(path, value):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def write_lines(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+
+
+def load(name, root, **options):
+    with pytest.warns(UserWarning, match="published") if PROTOCOLS[name].images else nullcontext(): return load_records(name, root, **options)
+
+
+def names(records): return [Path(p).name for p in records.images]
+
+
+@pytest.fixture
+def sharegpt4v_root(tmp_path):
+    rows = [dict(id=str(i), image=f"{['sam/images/sa_', 'coco/train2017/', 'llava/llava_pretrain/images/0/'][i % 3]}{i}.jpg",
+                 conversations=[{"from": "human", "value": "What do you see?\n<image>"}, {"from": "gpt", "value": f"The image shows item {i}. It is  grey.\n\nNothing else, 2.5 m wide."}]) for i in range(1007)]
+    write_json(tmp_path/"share-captioner_coco_lcs_sam_1246k_1107.json", rows)
+    for r in rows:
+        (tmp_path/"data"/r["image"]).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path/"data"/r["image"]).touch()
+    return tmp_path
+
+
+def test_sharegpt4v(sharegpt4v_root, tok):
+    r = load("sharegpt4v", sharegpt4v_root)
+    assert len(r) == 7 and names(r)[:2] == ["1000.jpg", "1001.jpg"] and r.captions[0] == ["The image shows item 1000.", "It is  grey.", "Nothing else, 2.5 m wide."]
+    assert load_records("sharegpt4v-val", sharegpt4v_root).captions[-1][0] == "The image shows item 999." and len(list(sharegpt4v_root.glob("*.index-*"))) == 1
+    assert load("sharegpt4v", sharegpt4v_root, splitter="period").captions[0] == ["The image shows item 1000", "It is  grey", "Nothing else, 2.5 m wide."]
+    again = pickle.loads(pickle.dumps(r))
+    assert again.captions[6] == r.captions[6] and again.images[6] == r.images[6] and len(pickle.dumps(r)) < 2000
+    assert list(r.captions) == [r.captions[i] for i in range(7)] and r.captions[-1] == r.captions[6]
+    few = select(r, [5, 2])
+    assert names(few) == ["sa_1005.jpg", "sa_1002.jpg"]
+    assert few.captions[0][0] == "The image shows item 1005."
+    store = TextStore(r.captions, tok)
+    assert store.whole(3).tolist() == tok.encode(" ".join(r.captions[3]))
+
+
+def test_sharegpt4v_names_missing_pictures_by_prefix(sharegpt4v_root):
+    for i in (1001, 1004): (sharegpt4v_root/f"data/sam/images/sa_{i}.jpg").unlink(missing_ok=True)
+    (sharegpt4v_root/"data/coco/train2017/1003.jpg").unlink()
+    gone = [p for p in range(1000, 1007) if not any((sharegpt4v_root/"data").rglob(f"*{p}.jpg"))]
+    with pytest.raises(ValueError, match=rf"{len(gone)} of 7 image files are missing: .*train2017 \(first: 1003.jpg\)"): load_records("sharegpt4v", sharegpt4v_root)
+    with pytest.warns(UserWarning): r = load_records("sharegpt4v", sharegpt4v_root, max_missing=.5)
+    assert len(r) == 7 - len(gone) and all(Path(p).exists() for p in r.images) and r.captions[0][0].split()[-1][:-1] in names(r)[0]
+
+
+def test_sharegpt4v_faults(sharegpt4v_root):
+    source = next(sharegpt4v_root.glob("*.json"))
+    whole = source.read_text()
+    source.write_text(whole[:len(whole)//2])
+    with pytest.raises(ValueError, match="damaged or cut short"): load_records("sharegpt4v", sharegpt4v_root)
+    assert not list(sharegpt4v_root.glob("*.index-*"))                    # nothing half made stays
+    source.write_text(json.dumps([dict(image="a.jpg", conversations=[{"value": "x"}])]))
+    with pytest.raises(ValueError, match="record 0 has no"): load_records("sharegpt4v", sharegpt4v_root)
+    source.write_text(json.dumps([dict(image="a.jpg", conversations=[{}, {"value": " \n"}])]))
+    with pytest.raises(ValueError, match=r"record 0 \(a.jpg\) is empty"): load_records("sharegpt4v", sharegpt4v_root)
+    source.write_text(whole)
+    with pytest.raises(ValueError, match=r"cannot be written.*cache="): load_records("sharegpt4v", sharegpt4v_root, cache=sharegpt4v_root/"no such folder")
+    with pytest.raises(ValueError, match="no folder"): load_records("sharegpt4v", sharegpt4v_root/"nowhere")
+    with pytest.raises(ValueError, match="has no share-captioner"): load_records("sharegpt4v", sharegpt4v_root/"data")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.dictionaries(st.text(max_size=8), st.one_of(st.text(max_size=30), st.integers(), st.lists(st.none())), max_size=3), max_size=8), st.integers(50, 120), st.sampled_from([None, 1]))
+def test_streaming_reads_what_json_reads(tmp_path_factory, items, chunk, indent):
+    path = tmp_path_factory.mktemp("stream")/"x.json"
+    path.write_text(json.dumps(items, indent=indent))
+    assert list(stream_json(path, chunk)) == items
+
+
+@pytest.mark.parametrize("text,message", [('{"a": 1}', "no JSON list"), ("[1, 2]", "record 0 is no object"), ('[{"a": 1}, {"b": ]', "record 1 is damaged"), ('[{"a": 1}', "record 1 is damaged or cut"), ("", "no JSON list")])
+def test_streaming_names_the_record(tmp_path, text, message):
+    (tmp_path/"x.json").write_text(text)
+    with pytest.raises(ValueError, match=message): list(stream_json(tmp_path/"x.json"))
+
+
+def test_tables_name_blank_rows(tmp_path):
+    write_tables(tmp_path, [(["a", "b"],), ([],), (["c"],), (["d", " "],), (["e"],)], ["x"])
+    table = TextTable(tmp_path, "x")
+    assert list(table) == [["a", "b"], [], ["c"], ["d", ""], ["e"]] and table.blank() == [1, 3] and table.take([4, 3]).blank() == [1] and table.take([4, 3]).take([0])[0] == ["e"]
+    with pytest.raises(IndexError): table[5]
+    write_tables(tmp_path, [], ["none"])
+    assert len(TextTable(tmp_path, "none")) == 0
+
+
+def test_urban1k(tmp_path):
+    for i in (1, 2, 10):
+        pictures(tmp_path, f"image/{i}.jpg")
+        (tmp_path/"caption").mkdir(exist_ok=True)
+        (tmp_path/f"caption/{i}.txt").write_text(f"\n Street {i}.  It is wet.\nSecond line.\n" if i == 2 else f"Street {i}. It is wet.\nSecond line.")
+    r = load("urban1k", tmp_path)
+    assert names(r) == ["1.jpg", "2.jpg", "10.jpg"] and r.captions == [[f"Street {i}.", "It is wet."] for i in (1, 2, 10)]
+    assert load("urban1k-whole", tmp_path).captions[1] == ["Street 2.", "It is wet.", "Second line."] and "whole" in load("urban1k-whole", tmp_path).protocol
+    (tmp_path/"caption/10.txt").write_text("  \n")
+    with pytest.raises(ValueError, match=r"no caption.*10\.jpg"): load_records("urban1k", tmp_path)
+    (tmp_path/"image/10.jpg").unlink()
+    with pytest.raises(ValueError, match=r"1 of 3 image files are missing"): load_records("urban1k", tmp_path)
+
+
+@pytest.mark.parametrize("inside", ["", "densely_captioned_images/"])
+def test_dci(tmp_path, inside):
+    base = tmp_path/inside
+    for i, (image, short, extra) in enumerate([("sa_7.jpg", "A dog", "It runs. It is old."), ("sa_5.jpg", "A cat.", ""), ("sa_6.jpg", "A cow.", "It eats.")]):
+        write_json(base/f"annotations/{[2, 10, 30][i]}-data.json", dict(image=image, short_caption=short, extra_caption=extra, mask_data={}, mask_keys=[]))
+        pictures(base, f"photos/{image}")
+    r = load("dci", tmp_path)
+    assert names(r) == ["sa_7.jpg", "sa_5.jpg", "sa_6.jpg"] and r.captions == [["A dog", "It runs.", "It is old."], ["A cat."], ["A cow.", "It eats."]]
+    assert load("dci", tmp_path, splitter="period").captions[0] == ["A dog It runs", "It is old."]
+    long = load("long-dci", tmp_path)
+    assert names(long) == ["sa_7.jpg", "sa_6.jpg"] and "1 blank ones skipped" in long.protocol and long.captions[1] == ["It eats."]
+    (base/"annotations/2-data.json").write_text("{")
+    with pytest.raises(ValueError, match="2-data.json is damaged"): load_records("dci", tmp_path)
+
+
+def test_docci(tmp_path):
+    rows = [dict(example_id=f"{s}_0000{i}", split=s, image_file=f"{s}_0000{i}.jpg", description=f"Scene {i}. Red.") for s in ("train", "test", "qual_test") for i in range(2)]
+    write_lines(tmp_path/"docci_descriptions.jsonlines", rows)
+    pictures(tmp_path, *[f"images/{r['image_file']}" for r in rows])
+    assert names(load("docci", tmp_path)) == ["test_00000.jpg", "test_00001.jpg"] and len(load("docci-5100", tmp_path)) == 4
+    write_lines(tmp_path/"docci_descriptions.jsonlines", rows + [dict(example_id="x", split="test", image_file="x.jpg")])
+    with pytest.raises(ValueError, match="line 7 has no 'description'"): load_records("docci", tmp_path)
+
+
+def test_iiw(tmp_path):
+    write_lines(tmp_path/"datasets/IIW-400/data.jsonl", [{"image/key": "aar_test_04600", "IIW": "A flower. Blue.", "IIW-P5B": "A bee."}])
+    write_lines(tmp_path/"datasets/DCI_Test/data.jsonl", [{"image": "sa_1545038.jpg", "ex_id": "1", "IIW": "A balcony."}])
+    write_lines(tmp_path/"datasets/DOCCI_Test/data.jsonl", [{"image": "test_00731", "DOCCI": "A toilet.", "IIW": "A white toilet."}])
+    pictures(tmp_path, "images/aar_test_04600.jpg", "images/sa_1545038.jpg", "images/test_00731.jpg")
+    assert load("iiw", tmp_path).captions == [["A flower.", "Blue."], ["A balcony."], ["A white toilet."]]
+
+
+def test_coco_val2017(tmp_path):
+    write_json(tmp_path/"annotations/captions_val2017.json", dict(images=[dict(id=7, file_name="000000000007.jpg"), dict(id=3, file_name="000000000003.jpg")],
+               annotations=[dict(id=k, image_id=3 if k % 2 else 7, caption=f" Caption {k}.\n") for k in range(12)]))
+    pictures(tmp_path, "val2017/000000000007.jpg", "val2017/000000000003.jpg")
+    r = load("coco", tmp_path)
+    assert names(r) == ["000000000007.jpg", "000000000003.jpg"] and r.short[1] == [f"Caption {k}." for k in range(1, 12, 2)] and r.captions[0] == ["Caption 0."]
+    assert [len(s) for s in load("coco-first5", tmp_path).short] == [5, 5]
+
+
+def karpathy_rows(filepath):
+    row = lambda i, split: dict(filename=f"{i}.jpg", sentids=[0, 1], imgid=i, split=split, cocoid=i, sentences=[dict(tokens=["a"], raw=f"{i} {k}.", imgid=i, sentid=k) for k in range(2)]) | filepath
+    return dict(dataset="x", images=[row(0, "train"), row(1, "test"), row(2, "val"), row(3, "restval")])
+
+
+def test_karpathy(tmp_path):
+    write_json(tmp_path/"dataset_coco.json", karpathy_rows(dict(filepath="val2014")))
+    write_json(tmp_path/"dataset_flickr30k.json", karpathy_rows({}))
+    pictures(tmp_path, "val2014/1.jpg", *[f"flickr30k-images/{i}.jpg" for i in range(4)])
+    assert load("coco-karpathy", tmp_path).short == [["1 0.", "1 1."]]
+    assert names(load("flickr30k-1k", tmp_path)) == ["1.jpg"] and names(load("flickr30k-karpathy-all", tmp_path)) == ["0.jpg", "1.jpg", "2.jpg"]
+
+
+def test_flickr30k_token_file_and_csv(tmp_path):
+    pictures(tmp_path, "flickr30k_images/10.jpg", "flickr30k_images/9.jpg")
+    (tmp_path/"results.csv").write_text("image_name| comment_number| comment\n10.jpg| 0| Two men | talk .\n10.jpg| 1   A dog runs .\n9.jpg| 0| A tree .\n")
+    r = load("flickr30k-full", tmp_path)
+    assert r.short == [["Two men | talk .", "A dog runs ."], ["A tree ."]] and names(r) == ["10.jpg", "9.jpg"]      # the line whose second bar is missing keeps its text
+    (tmp_path/"results_20130124.token").write_text("".join(f"{n}.jpg#{k}\tCaption {k} of {n} .\n" for n in (9, 10) for k in range(5)))
+    r = load("flickr30k-full", tmp_path)
+    assert [len(s) for s in r.short] == [5, 5] and names(r) == ["9.jpg", "10.jpg"] and "token" in r.protocol
+    (tmp_path/"results_20130124.token").write_text("9.jpg#0 no tab\n")
+    with pytest.raises(ValueError, match="token line 1 is not"): load_records("flickr30k-full", tmp_path)
+
+
+def test_names_of_data_sets_are_not_ambiguous(tmp_path):
+    with pytest.raises(ValueError, match="flickr30k-karpathy-all, flickr30k-full, flickr30k-1k"): load_records("flickr30k", tmp_path)
+    with pytest.raises(ValueError, match="No data set is called 'cocoa': there are sharegpt4v"): load_records("cocoa", tmp_path)
+    assert {n for n, p in PROTOCOLS.items() if p.paper} == {"sharegpt4v", "sharegpt4v-val", "urban1k", "dci", "docci", "coco", "flickr30k-karpathy-all"}
+
+
+@pytest.mark.skipif(not (SHARED/"data"/"docci").is_dir(), reason="../shared/data is not beside this checkout")
+def test_docci_statistics_are_the_published_ones(tok):
+    texts = [json.loads(line)["caption"] for line in (SHARED/"data/docci/captions.jsonl").read_text().splitlines() if '"id": "test_' in line]
+    found = caption_statistics(TextStore([split_sentences(t) for t in texts], tok))
+    assert found["captions"] == 5000 and found["median"] == 132 and abs(found["tokens"] - 141.5) < .1 and abs(found["> 77 %"] - 94.4) < .05 and abs(found["> 248 %"] - 3.76) < .005
+    assert 15 < found["in sentence 1 %"] < 22 and found["one sentence"] <= 2
