@@ -7,7 +7,7 @@ __all__ = ['LONG_CLIP', 'NO_SUMMARY', 'SAMPLED', 'DEBIAS', 'SMARTCLIP', 'RECIPES
            'ShortCaption', 'min_sentences', 'permute']
 
 # %% ../nbs/00_captions.ipynb #dac62696
-import difflib, re
+import difflib, operator, re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -372,7 +372,7 @@ def sample_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
 
     seed, epoch, index: whole numbers, 0 or more.
     Returns a numpy Generator. Raises ValueError for a negative number, TypeError for one that is not whole."""
-    try: return np.random.default_rng((seed, epoch, index))
+    try: return np.random.default_rng([operator.index(i) for i in (seed, epoch, index)])
     except (ValueError, TypeError) as e:
         raise type(e)(f"seed, epoch and index must be whole numbers, 0 or more: got {seed!r}, {epoch!r}, {index!r}") from None
 
