@@ -415,8 +415,11 @@ def _train(config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Y
 
 # %% ../nbs/10_runs.ipynb #5ca01f51
 def _records(data: str, root: Path | None):
-    "The captions called `data`: a data set's name with the folder it lies in, or one's own table or folder."
+    "The captions called `data`: scenes (the offline world's test split), a data set's name with the folder it lies in, or one's own table or folder."
     from debias_clip.data import PROTOCOLS, load_records, read_records
+    if data == "scenes":
+        from debias_clip.scenes import scene_records
+        return scene_records("test")
     if root is not None: return load_records(data, root)
     if Path(data).exists(): return read_records(data)
     if data in PROTOCOLS: raise ValueError(f"where does {data} lie? Give its folder as --root DIR")
@@ -444,7 +447,7 @@ _File = Annotated[Path | None, typer.Option(metavar="FILE", help="A checkpoint f
 
 @app.command("eval")
 def _eval(model: Annotated[str, typer.Option(metavar="NAME", help="Backbone, as open_clip calls it, or scenes-clip and the like.")],
-          data: Annotated[str, typer.Option(metavar="NAME_OR_PATH", help="A data set's name, or a table of captions, or its folder.")],
+          data: Annotated[str, typer.Option(metavar="NAME_OR_PATH", help="scenes, a data set's name, a table of captions or its folder.")],
           pretrained: Annotated[str | None, typer.Option(metavar="TAG_OR_FILE", help="A published tag, or a checkpoint file.")] = None,
           checkpoint: _File = None, root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the named data set.")] = None):
     "Measure retrieval, both ways, with any model."
@@ -465,7 +468,7 @@ app.add_typer(data_app, name="data")
 def _data(): pass   # with a single command below it, typer would leave the word "show" out
 
 @data_app.command("show")
-def _show(data: Annotated[str, typer.Argument(metavar="NAME_OR_PATH", help="A data set's name, or a table of captions, or its folder.")],
+def _show(data: Annotated[str, typer.Argument(metavar="NAME_OR_PATH", help="scenes, a data set's name, a table of captions or its folder.")],
           root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the named data set.")] = None,
           n: Annotated[int, typer.Option(metavar="N", help="How many samples.")] = 3,
           recipe: Annotated[str, typer.Option(metavar="NAME", help="Recipe of the short caption: debias, long_clip, …")] = "debias"):
