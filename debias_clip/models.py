@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from .tokens import family, model_config, stretched_length
+from .tokens import _reach_hub, model_config, stretched_length, text_family
 
 # %% ../nbs/02_models.ipynb #9df7e47f
 def stretch_positions(table, factor=4, keep=20):
@@ -52,10 +52,14 @@ def _check_length(model, text):
                          f"get_tokenizer(BACKBONE, context_length={model.context_length}).")
 
 class _FixedLength:
-    "Refuses token rows of another length than the model's, in `encode_text` and everything that calls it, `forward` too."
+    "Refuses token rows of another length than the model's, in `encode_text` and all that calls it, `forward` too."
     def encode_text(self, text, normalize=False):
         _check_length(self, text)
         return super().encode_text(text, normalize)
+
+    def forward_intermediates(self, image=None, text=None, **kwargs):
+        if text is not None: _check_length(self, text)
+        return super().forward_intermediates(image, text, **kwargs)
 
 class CLIP(_FixedLength, open_clip.CLIP): "open_clip's CLIP, for token rows of exactly its context length."
 class CustomTextCLIP(_FixedLength, open_clip.CustomTextCLIP): "open_clip's CustomTextCLIP (SigLIP, …), for token rows of exactly its context length."
@@ -64,7 +68,7 @@ class CustomTextCLIP(_FixedLength, open_clip.CustomTextCLIP): "open_clip's Custo
 def _build(backbone, context_length=None):
     "A model of random weights for a backbone of either family, with `context_length` positions (None: the configuration's)."
     config = model_config(backbone)
-    family(backbone)  # refuses text towers that we cannot place pads for
+    text_family(backbone)  # refuses text towers that we cannot place pads for
     if context_length: config['text_cfg']['context_length'] = context_length
     if 'timm_model_name' in config['vision_cfg']: config['vision_cfg']['timm_model_pretrained'] = False
     model = (CustomTextCLIP if config.pop('custom_text', False) else CLIP)(**config)
@@ -107,19 +111,27 @@ def encode_texts(model, tokens, normalize=False):
     """Text features, equal to `model.encode_text`'s, with less work where the tower allows it.
 
     `tokens`: int64 [n, context_length]; `normalize`: to unit length. Returns [n, embed_dim], not normalised by default.
-    Under a causal mask with argmax pooling the batch is cut after its last pooled position. Raises ValueError for rows of another length.
+    Under a causal mask with argmax pooling, captions are grouped by length and each group is cut after its last pooled position; the token table is looked up
+    once, so that it gets one gradient. Raises ValueError for rows of another length.
     """
     tower = _text_tower(model)
     pool = getattr(tower, 'text_pool_type', None) or tower.pool_type
     if tower.attn_mask is None or pool != 'argmax' or not len(tokens): return model.encode_text(tokens, normalize)
     _check_length(model, tokens)
-    at = tokens.argmax(-1)
-    n, dtype = int(at.max()) + 1, tower.transformer.get_cast_dtype()
-    x = tower.token_embedding(tokens[:, :n]).to(dtype) + tower.positional_embedding[:n].to(dtype)
+    at, order = tokens.argmax(-1).sort(stable=True)
+    words = tower.token_embedding(tokens[:, :int(at[-1]) + 1])
+    groups = max(1, min(4, len(at)//16))  # few, since a small group keeps a device less busy
+    x = torch.cat([_encode_group(tower, words[rows], last) for rows, last in zip(order.chunk(groups), at.chunk(groups))])[order.argsort()]
+    return F.normalize(x, dim=-1) if normalize else x
+
+def _encode_group(tower, words, at):
+    "Features of embedded captions [n, length, width], pooled at `at` (int64 [n], ascending)."
+    n, dtype = int(at[-1]) + 1, tower.transformer.get_cast_dtype()
+    x = words[:, :n].to(dtype) + tower.positional_embedding[:n].to(dtype)
     x = tower.transformer(x, attn_mask=tower.attn_mask[:n, :n])[torch.arange(len(at), device=at.device), at]
     x, p = tower.ln_final(x), tower.text_projection
-    if p is not None: x = p(x) if isinstance(p, nn.Linear) else x @ p
-    return F.normalize(x, dim=-1) if normalize else x
+    if p is None: return x
+    return p(x) if isinstance(p, nn.Linear) else x @ p
 
 # %% ../nbs/02_models.ipynb #2c09a1cb
 def freeze_positions(model, optimizer, keep=None):
@@ -128,7 +140,8 @@ def freeze_positions(model, optimizer, keep=None):
     They get a gradient of zero, and every `optimizer.step()` leaves them bit-equal, weight decay included.
     Call it after wrapping, loading or moving the model. Returns the hook handles; `handle.remove()` on each lets the rows go again.
     """
-    table = _text_tower(getattr(model, 'module', model)).positional_embedding
+    model = getattr(model, 'module', model)
+    table = _text_tower(model).positional_embedding
     keep, saved = model.keep if keep is None else keep, []
     def zero(grad):
         grad = grad.clone()
@@ -141,24 +154,33 @@ def freeze_positions(model, optimizer, keep=None):
 
 # %% ../nbs/02_models.ipynb #978e220f
 def _read(path):
-    "Path of a file -> (whatever tree of dicts and tensors it holds, its string metadata, whether it is a TorchScript archive)."
+    "Path of a file -> (whatever tree of dicts and tensors it holds, its string metadata, QuickGELU or not where it is a TorchScript archive, else None)."
     path = Path(path)
     if not path.is_file(): raise ValueError(f"There is no checkpoint file {str(path)!r}.")
     with open(path, 'rb') as f: head = f.read(4)
     try:
         if path.suffix == '.safetensors':
-            with safe_open(path, 'pt') as f: return {k: f.get_tensor(k) for k in f.keys()}, f.metadata() or {}, False
+            with safe_open(path, 'pt') as f: return {k: f.get_tensor(k) for k in f.keys()}, f.metadata() or {}, None
         if head == b'PK\x03\x04' and not zipfile.is_zipfile(path): raise ValueError("the file is cut short")
-        if zipfile.is_zipfile(path) and any('/code/' in n for n in zipfile.ZipFile(path).namelist()):
-            return dict(torch.jit.load(path, map_location='cpu').state_dict()), {}, True
-        return torch.load(path, map_location='cpu', weights_only=True), {}, False
+        code = _archive_code(path)
+        if code:
+            with warnings.catch_warnings():
+                warnings.simplefilter('ignore')  # torch.jit is deprecated; OpenAI's archives are what they are
+                return dict(torch.jit.load(path, map_location='cpu').state_dict()), {}, '1.702' in code or 'torch.gelu(' not in code
+        return torch.load(path, map_location='cpu', weights_only=True), {}, None
     except pickle.UnpicklingError as e:
         raise ValueError(f"{path} was refused: it holds more than tensors and plain values, and loading such a file can run code hidden in it "
                          f"({str(e).splitlines()[0][:150]}). Ask for a .safetensors file, or re-save its state dict where it came from.") from None
     except Exception as e:
         raise ValueError(f"{path} cannot be read as a checkpoint: {str(e)[:200] or type(e).__name__}. It is damaged or cut short; copy or download it again.") from e
 
-# %% ../nbs/02_models.ipynb #42c7280b
+# %% ../nbs/02_models.ipynb #c474cf0a
+def _archive_code(path):
+    "The source text inside a TorchScript archive; empty for any other file."
+    if not zipfile.is_zipfile(path): return ''
+    with zipfile.ZipFile(path) as z: return '\n'.join(z.read(n).decode('utf-8', 'replace') for n in z.namelist() if '/code/' in n and n.endswith('.py'))
+
+# %% ../nbs/02_models.ipynb #6c59ed52
 def _unwrap(tree, path):
     "The innermost state dict of a training checkpoint, without the prefixes that DDP and torch.compile put before its keys."
     while isinstance(tree, dict):
@@ -171,7 +193,7 @@ def _unwrap(tree, path):
 
 def _hf_to_open_clip(state):
     "Key names and shapes of a Hugging Face `CLIPModel` to open_clip's; query, key and value become one matrix."
-    out = {}
+    out, state = {}, _fg_clip(state)
     for k, v in state.items():
         if k.endswith('position_ids') or re.search(r'\.[kv]_proj\.', k): continue
         if '.q_proj.' in k: k, v = k.replace('self_attn.q_proj.', 'attn.in_proj_'), torch.cat([state[k.replace('.q_', f'.{x}_')] for x in 'qkv'])
@@ -179,37 +201,44 @@ def _hf_to_open_clip(state):
         out[k] = v.T.contiguous() if k in ('text_projection', 'visual.proj') else v
     return out
 
+def _fg_clip(state):
+    "FG-CLIP keeps a text path of its own for long captions, with its own projection and its own two tables: that path, as a `CLIPModel`; others as they are."
+    if 'text_model.embeddings.position_embedding_ori.weight' not in state: return state
+    state = {k: v for k, v in state.items() if not k.startswith('logit_scale_') and k != 'text_model.embeddings.position_embedding.weight'}
+    if 'text_filip_projection.weight' in state: state['text_projection.weight'] = state.pop('text_filip_projection.weight')
+    return {k.replace('position_embedding_ori', 'position_embedding'): v for k, v in state.items()}
+
 _HF_NAMES = [(r'^vision_model\.', 'visual.'), (r'^text_model\.', ''), (r'^visual\.encoder\.layers', 'visual.transformer.resblocks'), (r'^encoder\.layers', 'transformer.resblocks'),
              (r'layer_norm(\d)', r'ln_\1'), ('self_attn', 'attn'), (r'mlp\.fc1', 'mlp.c_fc'), (r'mlp\.fc2', 'mlp.c_proj'), ('pre_layrnorm', 'ln_pre'), ('post_layernorm', 'ln_post'),
              ('final_layer_norm', 'ln_final'), (r'embeddings\.class_embedding', 'class_embedding'), (r'embeddings\.patch_embedding', 'conv1'),
              (r'embeddings\.position_embedding(\w*)\.weight', r'positional_embedding\1'), (r'embeddings\.token_embedding', 'token_embedding'),
              (r'^text_projection\.weight', 'text_projection'), (r'^visual_projection\.weight', 'visual.proj')]
 
-# %% ../nbs/02_models.ipynb #790aaf91
+# %% ../nbs/02_models.ipynb #508905ec
 def _one_table(state, positions, path):
-    "Merge Long-CLIP's two position tables (or FG-CLIP's long two of three) into one, in place; True when there were two."
+    "Merge Long-CLIP's two position tables into one, in place; True when there were two."
     if positions not in ('saved', 'official'): raise ValueError(f"positions={positions!r} must be 'saved' (the trained table) or 'official' (what the release's own loader uses).")
     key = next((k for k in state if re.fullmatch(r'(text\.)?positional_embedding_res', k)), None)
     if key is None:
         if positions == 'official': raise ValueError(f"positions='official' is a choice between two position tables, and {path} holds one. Leave it out.")
         return False
     rest, name = state.pop(key), key[:-4]
-    first = state.pop(name + '_ori', state[name])
+    first = state.get(name, rest[:0])
     if first.shape != rest.shape: raise ValueError(f"{path}: {name} is {list(first.shape)} and {key} is {list(rest.shape)}; the two tables must be alike.")
     state[name] = first if positions == 'official' else torch.cat([first[:20], rest[20:]])
     return True
 
-# %% ../nbs/02_models.ipynb #e3a38249
+# %% ../nbs/02_models.ipynb #d4ff78e0
 def _shapes(state): return {k: tuple(v.shape) for k, v in state.items() if not k.endswith('positional_embedding') or k.startswith('visual')}
 
 def _find_backbone(state, quick_gelu, path):
     "The name of the one backbone that has the file's shapes and activation (True, False, or None: not known)."
     state, names = {re.sub(r'^text\.', '', k): v for k, v in state.items()}, []
+    if 'token_embedding.weight' not in state: raise ValueError(f"{path} holds no CLIP that is known here; its keys begin {list(state)[:5]}.")
     words, width = state['token_embedding.weight'].shape
     for name in open_clip.list_models():
         config = model_config(name)
-        text = config['text_cfg']
-        if (text.get('vocab_size', 49408), text.get('width', 512)) != (words, width) or not _is_ours(name): continue
+        if not _may_be(config, state) or not _is_ours(name): continue
         with torch.device('meta'): like = {re.sub(r'^text\.', '', k): v for k, v in _build(name).state_dict().items()}
         if _shapes(like) == _shapes(state) and quick_gelu in (None, config.get('quick_gelu', False)): names.append(name)
     if len(names) == 1: return names[0]
@@ -217,11 +246,19 @@ def _find_backbone(state, quick_gelu, path):
     raise ValueError(f"{path} fits {' and '.join(names)}, which differ in what shapes do not tell, such as the activation. Name the right one with backbone=…: "
                      "QuickGELU for OpenAI's weights and what was trained from them, GELU for most others.")
 
+def _may_be(config, state):
+    "A quick look before a model is built for comparison: vocabulary, text width, and the image tower's patches."
+    text, vision = config['text_cfg'], config['vision_cfg']
+    if tuple(state['token_embedding.weight'].shape) != (text.get('vocab_size', 49408), text.get('width', 512)): return False
+    timm = any(k.startswith('visual.trunk.') for k in state)
+    if timm or 'visual.conv1.weight' not in state: return timm == ('timm_model_name' in vision)
+    return tuple(state['visual.conv1.weight'].shape) == (vision.get('width', 768), 3, *[vision.get('patch_size', 16)] * 2)
+
 def _is_ours(name):
-    try: return bool(family(name))
+    try: return bool(text_family(name))
     except ValueError: return False
 
-# %% ../nbs/02_models.ipynb #508905ec
+# %% ../nbs/02_models.ipynb #ca7f00f0
 def _load_all(model, state, path):
     "Load a state dict of which every tensor must match; half precision becomes float32."
     want, shape = model.state_dict(), lambda v: list(getattr(v, 'shape', []))
@@ -234,7 +271,7 @@ def _load_all(model, state, path):
     model.load_state_dict(state)
     return model
 
-# %% ../nbs/02_models.ipynb #9f14c3eb
+# %% ../nbs/02_models.ipynb #60bef95e
 def load_checkpoint(path, backbone=None, positions='saved'):
     """A model from a checkpoint file or Hugging Face `CLIPModel` folder of any layout in the table above.
 
@@ -244,20 +281,23 @@ def load_checkpoint(path, backbone=None, positions='saved'):
     """
     path, config = Path(path), {}
     if path.is_dir(): path, config = _hf_folder(path)
-    tree, meta, archive = _read(path)
+    tree, meta, quick = _read(path)
     state = _unwrap(tree, path)
     hf = 'text_model.embeddings.token_embedding.weight' in state
-    state = {k: v for k, v in (_hf_to_open_clip(state) if hf else state).items() if not k.startswith('mask_net.') and k not in ('input_resolution', 'context_length', 'vocab_size')}
+    state = {k: v for k, v in (_hf_to_open_clip(state) if hf else state).items() if not re.match(_ASIDE, k)}
     two = _one_table(state, positions, path)
-    quick = True if archive or two else {'quick_gelu': True, 'gelu': False}.get(config.get('text_config', {}).get('hidden_act'))
+    if two: quick = True
+    if config: quick = {'quick_gelu': True, 'gelu': False}.get(config.get('text_config', {}).get('hidden_act', 'quick_gelu'))
     name = backbone or meta.get('backbone') or _find_backbone(state, quick, path)
-    _agree(name, quick, meta, path)
+    _agree(name, quick, meta, config, path)
     custom, table = model_config(name).get('custom_text', False), next((v for k, v in state.items() if k in ('positional_embedding', 'text.positional_embedding')), torch.empty(77, 0))
     state = convert_to_custom_text_state_dict(state) if custom else {re.sub(r'^text\.', '', k): v for k, v in state.items()}
     model = _load_all(_build(name, len(table)), state, path)
     return _remember(model, meta, path)
 
-# %% ../nbs/02_models.ipynb #d4ff78e0
+# %% ../nbs/02_models.ipynb #b3351a0b
+_ASIDE = r'mask_net\.|(text\.)?attn_mask$|(input_resolution|context_length|vocab_size)$'
+
 def _hf_folder(folder):
     "Weights file and config.json of a Hugging Face folder."
     files = [folder/n for n in ('model.safetensors', 'pytorch_model.bin') if (folder/n).is_file()]
@@ -265,9 +305,13 @@ def _hf_folder(folder):
         raise ValueError(f"{folder} is not a Hugging Face CLIPModel folder: it needs config.json and model.safetensors (in one piece) or pytorch_model.bin.")
     return files[0], json.loads((folder/'config.json').read_text())
 
-def _agree(name, quick, meta, path):
-    "Stop where the named backbone contradicts what the file says of itself."
+def _agree(name, quick, meta, hf, path):
+    "Stop where the named backbone contradicts what the file says of itself: its name, its activation, its attention heads."
     config = model_config(name)
+    text, vision = config['text_cfg'], config['vision_cfg']
+    heads = [text.get('heads', 8), vision.get('width', 768) // vision.get('head_width', 64)]
+    said = [hf.get(f'{t}_config', {}).get('num_attention_heads', n) for t, n in (('text', 8), ('vision', 12))] if hf else heads
+    if said != heads: raise ValueError(f"{path} has {said} attention heads (text, vision) and {name} {heads}: name another backbone.")
     if meta.get('backbone', name) != name: raise ValueError(f"{path} was saved from {meta['backbone']}, not {name}. Leave backbone out, or name that one.")
     if quick is not None and 'timm_model_name' not in config['vision_cfg'] and config.get('quick_gelu', False) != quick:
         raise ValueError(f"{path} holds weights trained with {'QuickGELU' if quick else 'GELU'}, and {name} computes {'GELU' if quick else 'QuickGELU'}: "
@@ -281,7 +325,7 @@ def _remember(model, meta, path):
     _record(model, base, int(meta.get('keep', 20)), model.context_length)
     return model
 
-# %% ../nbs/02_models.ipynb #60bef95e
+# %% ../nbs/02_models.ipynb #2d279123
 def save_checkpoint(model, path, **metadata):
     """Write the weights of a model from this module, with all that loading them needs.
 
@@ -301,7 +345,7 @@ def save_checkpoint(model, path, **metadata):
     finally: temporary.unlink(missing_ok=True)
     return path
 
-# %% ../nbs/02_models.ipynb #12f6f7d1
+# %% ../nbs/02_models.ipynb #2a4fa293
 def _right_activation(backbone, tag):
     "The backbone with the activation that the published weights were trained with."
     needs, has = (bool(c.get('quick_gelu', False)) for c in (open_clip.get_pretrained_cfg(backbone, tag), model_config(backbone)))
@@ -312,6 +356,15 @@ def _right_activation(backbone, tag):
     warnings.warn(f"{tag!r} weights were trained with {'QuickGELU' if needs else 'GELU'}: {right} is used in place of {backbone}.")
     return right
 
+def _weights_file(config):
+    "The local file of published weights, downloaded where it is not cached; fails within seconds when the hub is out of reach."
+    from huggingface_hub import try_to_load_from_cache
+    repo, name = os.path.split(config.get('hf_hub', ''))
+    for n in [name] if name else ['open_clip_model.safetensors', 'open_clip_pytorch_model.bin']:
+        if repo and isinstance(found := try_to_load_from_cache(repo, n), str): return found
+    if repo: _reach_hub()
+    return open_clip.download_pretrained(config)
+
 def _pretrained(backbone, pretrained):
     "A model at its own length from a file, a folder or a published tag."
     if Path(pretrained).exists(): return load_checkpoint(pretrained, backbone)
@@ -320,14 +373,14 @@ def _pretrained(backbone, pretrained):
         raise ValueError(f"pretrained={str(pretrained)!r} is neither a file nor published for {backbone}. " + (f"Published: {', '.join(tags)}." if tags else "Nothing is."))
     backbone = _right_activation(backbone, pretrained)
     config = open_clip.get_pretrained_cfg(backbone, pretrained)
-    try: path = open_clip.download_pretrained(config)
+    try: path = _weights_file(config)
     except Exception as e:
         raise ValueError(f"The weights {pretrained!r} of {backbone} cannot be downloaded ({type(e).__name__}: {str(e)[:200]}). Go online once, or pass pretrained=FILE.") from e
     model = load_checkpoint(path, backbone)
     set_model_preprocess_cfg(model, model.visual.preprocess_cfg | {k: config[k] for k in ('mean', 'std', 'interpolation', 'resize_mode') if k in config})
     return model
 
-# %% ../nbs/02_models.ipynb #2d279123
+# %% ../nbs/02_models.ipynb #9ac56ce6
 def create_model(backbone, pretrained=None, context_length=None, keep=20):
     """An open_clip model with a stretched position table.
 
