@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['PROTOCOLS', 'Records', 'ImageError', 'load_image', 'readable', 'select', 'TextStore', 'PairDataset', 'Normalize',
            'GlobalBatches', 'make_loader', 'read_records', 'stream_json', 'TextTable', 'write_tables', 'PathTable',
-           'sharegpt4v', 'urban1k', 'dci', 'docci', 'iiw', 'coco_val2017', 'karpathy', 'flickr30k', 'Protocol',
-           'load_records', 'caption_statistics', 'text_speed']
+           'sharegpt4v', 'text_store', 'urban1k', 'dci', 'docci', 'iiw', 'coco_val2017', 'karpathy', 'flickr30k',
+           'Protocol', 'load_records', 'caption_statistics', 'text_speed']
 
 # %% ../nbs/04_data.ipynb #3e378fa2
-import csv, hashlib, json, os, re, shutil, tempfile, time, warnings
+import csv, hashlib, json, os, re, shutil, time, uuid, warnings
 from array import array
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -149,21 +149,23 @@ def select(records, index):
 class TextStore:
     """Every sentence of a data set as token ids: one flat int32 array and where in it each sentence starts.
 
-    sentences: n lists of str. tokenizer: a `tokens.Tokenizer`. Small and picklable; worker processes share it after a fork.
+    sentences: n lists of str. tokenizer: a `tokens.Tokenizer`. Small and picklable. For data sets of millions see `text_store`.
     """
     def __init__(self, sentences, tokenizer):
-        self.tokenizer, known, flat = tokenizer, {}, []
-        forms = [tokenizer.encode] + [tokenizer.encode_sentence]*(tokenizer.family != "clip")   # CLIP's tokeniser has one form
+        self.tokenizer, known, forms = tokenizer, {}, _forms(tokenizer)
         for s in (s for caption in sentences for s in caption):
             if s not in known: known[s] = [np.asarray(form(s), np.int32) for form in forms]
-            flat.append(known[s])
-        self.first = np.cumsum([0, *map(len, sentences)])                  # caption i has sentences first[i] to first[i + 1]
+        flat = [known[s] for caption in sentences for s in caption]
         self.inner, self.start = _flat([f[-1] for f in flat])
-        # SigLIP2 writes the first word of a text otherwise than the same word inside it
-        same = all(np.array_equal(f[0], f[-1]) for f in known.values())
-        self.head, self.head_start = (self.inner, self.start) if same else _flat([f[0] for f in flat])
+        self.head, self.head_start = (self.inner, self.start) if len(forms) == 1 else _flat([f[0] for f in flat])
+        first = np.cumsum([0, *map(len, sentences)])
+        self.begin, self.end = first[:-1], first[1:]                       # caption i has the sentences begin[i] to end[i]
 
-    def __len__(self): return len(self.first) - 1
+    def __len__(self): return len(self.begin)
+
+def _forms(tokenizer):
+    "How to read a sentence that begins a text, and one inside it: SigLIP2 writes the first word differently."
+    return [tokenizer.encode] + [tokenizer.encode_sentence]*(tokenizer.encode("a b") != tokenizer.encode_sentence("a b"))
 
 def _flat(arrays):
     return np.concatenate([np.zeros(0, np.int32), *arrays]), np.cumsum([0, *map(len, arrays)])
@@ -171,11 +173,11 @@ def _flat(arrays):
 # %% ../nbs/04_data.ipynb #ff5f966e
 def _ids(self, i):
     "The sentences of caption i, a list of int32 arrays, each as it reads inside a text."
-    return [self.inner[self.start[j]:self.start[j+1]] for j in range(self.first[i], self.first[i+1])]
+    return [self.inner[self.start[j]:self.start[j+1]] for j in range(self.begin[i], self.end[i])]
 
 def _join(self, i, picks):
     """Ids (int32) of the text made of the sentences numbered `picks` (ints, 0 = summary) of caption i, in this order: `encode` of them joined by a space."""
-    first, start, parts = int(self.first[i]), self.start, []
+    first, start, parts = int(self.begin[i]), self.start, []
     for j in picks:
         a, b = start[first+j], start[first+j+1]
         if b > a: parts.append(self.inner[a:b] if parts else self.head[self.head_start[first+j]:self.head_start[first+j+1]])
@@ -183,8 +185,8 @@ def _join(self, i, picks):
 
 def _whole(self, i):
     "Ids (int32) of the whole caption i."
-    if self.head is self.inner: return self.inner[self.start[self.first[i]]:self.start[self.first[i+1]]]
-    return self.join(i, range(self.first[i+1] - self.first[i]))
+    if self.head is self.inner: return self.inner[self.start[self.begin[i]]:self.start[self.end[i]]]
+    return self.join(i, range(self.end[i] - self.begin[i]))
 
 TextStore.ids, TextStore.join, TextStore.whole = _ids, _join, _whole
 
@@ -215,7 +217,7 @@ def _texts(self, keys):
     rows, draws = [], np.zeros(len(keys))
     for row, (epoch, i) in enumerate(keys):
         rng = sample_rng(self.seed, epoch, i)
-        rows.append(store.join(i, self.recipe(range(store.first[i+1] - store.first[i]), rng)))
+        rows.append(store.join(i, self.recipe(range(store.end[i] - store.begin[i]), rng)))
         if self.recipe.prefix_pad: draws[row] = rng.random()
     n_post = tok.free([len(r) for r in rows])
     return out | {"short": tok.assemble(rows, (draws*(n_post + 1)).astype(np.int64))}
@@ -426,9 +428,12 @@ class TextTable:
 # %% ../nbs/04_data.ipynb #a21d5de4
 def _open(self):
     if self._maps is None:
-        load = lambda kind, dtype: np.memmap(p, dtype, "r") if os.path.getsize(p := self.folder/f"{self.name}.{kind}") else np.zeros(0, dtype)
-        self._maps = load("text", np.uint8), load("end", np.int64), load("first", np.int64)
+        self._maps = [_map(self.folder/f"{self.name}.{kind}", dtype) for kind, dtype in [("text", np.uint8), ("end", np.int64), ("first", np.int64)]]
     return self._maps
+
+def _map(path, dtype):
+    "A file as an array that is read as it is used, and shared with all processes that use it."
+    return np.asarray(np.memmap(path, dtype, "r")) if os.path.getsize(path) else np.zeros(0, dtype)
 
 def _blank_rows(self):
     "Numbers of the lists that are empty or hold an empty str."
@@ -483,15 +488,19 @@ def _index(source, cache, splitter):
     made_by = [source.name, state.st_size, state.st_mtime_ns, splitter, Path(captions_module.__file__).read_text()]
     folder = cache/f"{source.stem}.index-{hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:12]}"
     if folder.is_dir(): return folder
-    try: beside = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=cache))
+    beside = cache/f"{folder.name}.{uuid.uuid4().hex[:8]}"
+    try: beside.mkdir()
     except OSError as e: raise ValueError(f"The index of {source} cannot be written to {cache} ({e.strerror}); give a folder for it (cache=…).") from e
     try:
         write_tables(beside, (_turns(source, n, r, splitter) for n, r in enumerate(stream_json(source))), ["image", "caption"])
-        try: beside.rename(folder)
-        except OSError:
-            if not folder.is_dir(): raise   # else another process was first
-        return folder
+        return _into_place(beside, folder)
     finally: shutil.rmtree(beside, ignore_errors=True)
+
+def _into_place(beside, folder):
+    try: beside.rename(folder)
+    except OSError:
+        if not folder.is_dir(): raise   # else another process was first
+    return folder
 
 def _turns(source, n, record, splitter):
     try: name, text = record["image"], record["conversations"][1]["value"]
@@ -500,6 +509,65 @@ def _turns(source, n, record, splitter):
     return [name], split_sentences(text, splitter)
 
 # %% ../nbs/04_data.ipynb #111e4c06
+def text_store(captions, tokenizer, workers=None, part=20_000):
+    """The `TextStore` of captions: in memory, or, for a `TextTable`, in memory-mapped files beside it, which all processes share and the next run finds again.
+
+    captions: n lists of str or a `TextTable`. tokenizer: a `tokens.Tokenizer`. workers: processes that tokenise (None: one a core). part: captions that one does at a time.
+    """
+    if not isinstance(captions, TextTable): return TextStore(captions, tokenizer)
+    made_by = [tokenizer.family, tokenizer.sot, tokenizer.eot, [form("Two naïve 12.5 m blue-grey herons, “asleep” 赤い 🙂 <end_of_text>") for form in _forms(tokenizer)]]
+    folder = captions.folder/f"tokens-{hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:12]}"
+    if not folder.is_dir(): _tokenise(TextTable(captions.folder, captions.name), tokenizer, folder, workers or os.cpu_count(), part)
+    store = TextStore.__new__(TextStore)
+    store.__setstate__(dict(tokenizer=tokenizer, folder=folder, captions=captions))
+    return store
+
+def _state(self): return {k: self.__dict__[k] for k in ("tokenizer", "folder", "captions")} if "folder" in self.__dict__ else self.__dict__
+
+def _restore(self, state):
+    self.__dict__ |= state
+    if "folder" not in state: return
+    forms = [(_map(self.folder/f"{k}.ids", np.int32), _map(self.folder/f"{k}.start", np.int64)) for k in (0, 1) if (self.folder/f"{k}.ids").exists()]
+    (self.head, self.head_start), (self.inner, self.start) = forms[0], forms[-1]
+    first, rows = self.captions._open()[2], self.captions.rows
+    self.begin, self.end = (first[:-1], first[1:]) if rows is None else (first[rows], first[rows + 1])
+
+TextStore.__getstate__, TextStore.__setstate__ = _state, _restore
+
+# %% ../nbs/04_data.ipynb #404149cd
+def _tokenise(table, tokenizer, folder, workers, part):
+    "Makes `folder`: the ids of every sentence of a table in each form, `K.ids` (int32), and where each begins, `K.start` (int64)."
+    parts, beside = folder.with_name(f"{folder.name}.parts-{part}"), folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}")
+    begins = np.random.default_rng(uuid.uuid4().int).permutation(np.arange(0, len(table), part)).tolist()   # each process its own order, so that they share the work
+    try:
+        for p in (parts, beside): p.mkdir(exist_ok=True)
+        if workers == 1: [_tokenise_part(table, tokenizer, parts, begin, part) for begin in begins]
+        else:
+            with ProcessPoolExecutor(workers) as pool: list(pool.map(_tokenise_part, *zip(*[(table, tokenizer, parts, begin, part) for begin in begins])))
+        for k in range(len(_forms(tokenizer))):
+            read = lambda kind, begin: np.fromfile(parts/f"{begin}.{k}.{kind}", np.int32)
+            with open(beside/f"{k}.ids", "wb") as f:
+                for begin in sorted(begins): read("ids", begin).tofile(f)
+            np.cumsum(np.concatenate([[0], *[read("lengths", b) for b in sorted(begins)]]), dtype=np.int64).tofile(beside/f"{k}.start")
+        _into_place(beside, folder)
+    except FileNotFoundError:
+        if not folder.is_dir(): raise       # else another process was done first and took the parts away
+    finally: shutil.rmtree(beside, ignore_errors=True)
+    shutil.rmtree(parts, ignore_errors=True)
+
+def _tokenise_part(table, tokenizer, parts, begin, part):
+    "Writes the ids and lengths of the sentences of captions begin to begin + part; the lengths last, whole or not at all: they are the mark that a part is done."
+    forms = _forms(tokenizer)
+    if (parts/f"{begin}.{len(forms) - 1}.lengths").exists(): return
+    own = uuid.uuid4().hex[:8]
+    for k, form in enumerate(forms):
+        ids = [form(s) for i in range(begin, min(begin + part, len(table))) for s in table[i]]
+        for kind, values in [("ids", [t for s in ids for t in s]), ("lengths", [len(s) for s in ids])]:
+            beside = parts/f"{begin}.{k}.{kind}.{own}"
+            np.array(values, np.int32).tofile(beside)
+            beside.rename(parts/f"{begin}.{k}.{kind}")
+
+# %% ../nbs/04_data.ipynb #07ffb029
 def _file(root, *names):
     "The first of `names` (files or folders) that is under `root`."
     found = next((Path(root)/n for n in names if (Path(root)/n).exists()), None)
@@ -531,7 +599,7 @@ def dci(root, extra_only=False, splitter="default", max_missing=0.0):
     rule = f"extra caption only, {skipped} blank ones skipped" if extra_only else "short caption, newline, extra caption; all splits"
     return _records("long-dci" if extra_only else "dci", paths, texts, splitter, rule, max_missing=max_missing)
 
-# %% ../nbs/04_data.ipynb #404149cd
+# %% ../nbs/04_data.ipynb #f319abcb
 def docci(root, splits=("test",), splitter="default", max_missing=0.0):
     "DOCCI: docci_descriptions.jsonlines and images/. splits: which of train, test, qual_dev, qual_test."
     rows = [(where, r) for where, r in _rows(_file(root, "docci_descriptions.jsonlines")) if _cell(where, r, "split", str) in splits]
@@ -547,7 +615,7 @@ def iiw(root, splitter="default", max_missing=0.0):
             paths.append(Path(root)/"images"/(name if Path(name).suffix else f"{name}.jpg")); texts.append(_cell(where, r, "IIW", str))
     return _records("iiw", paths, texts, splitter, "IIW-400, DCI test and DOCCI test, human descriptions", max_missing=max_missing)
 
-# %% ../nbs/04_data.ipynb #38809b84
+# %% ../nbs/04_data.ipynb #74b08ba6
 def coco_val2017(root, first=None, splitter="default", max_missing=0.0):
     "COCO val2017: annotations/captions_val2017.json and val2017/. first: captions used of each image, in the order of the file (None: all)."
     data = _read(_file(root, "annotations/captions_val2017.json", "captions_val2017.json"), json.loads)
@@ -565,7 +633,7 @@ def karpathy(root, name, splits=("test",), splitter="default", max_missing=0.0):
     paths = [(folder or Path(root)/r["filepath"])/r["filename"] for r in rows]
     return _records(name, paths, [[s["raw"] for s in r["sentences"]] for r in rows], splitter, f"Karpathy split {' + '.join(splits)}, all captions", True, max_missing)
 
-# %% ../nbs/04_data.ipynb #4b3a4b02
+# %% ../nbs/04_data.ipynb #5cdef0ed
 def flickr30k(root, splitter="default", max_missing=0.0):
     "All of Flickr30k: results_20130124.token (or Kaggle's results.csv) and flickr30k-images/."
     source = _file(root, "results_20130124.token", "results.csv")
@@ -587,7 +655,7 @@ def _kaggle(source, n, line):
     if not match: raise ValueError(f"{source} line {n} is not `image| number| caption`: {line!r:.80}")
     return match.groups()
 
-# %% ../nbs/04_data.ipynb #f319abcb
+# %% ../nbs/04_data.ipynb #3a387085
 @dataclass(frozen=True)
 class Protocol:
     """A benchmark with everything that decides its numbers.
@@ -620,7 +688,7 @@ PROTOCOLS = {
     "flickr30k-1k": Protocol(karpathy, 1_000, 5_000, "Karpathy test", False, dict(name="flickr30k")),
 }
 
-# %% ../nbs/04_data.ipynb #74b08ba6
+# %% ../nbs/04_data.ipynb #95ad49cd
 def load_records(name, root, splitter="default", max_missing=0.0, **options):
     """Records of a benchmark by the name of its protocol.
 
@@ -637,7 +705,7 @@ def load_records(name, root, splitter="default", max_missing=0.0, **options):
         warnings.warn(f"{name}: {len(records):,} images with {texts:,} texts here, {p.images:,} with {p.texts:,} published: numbers will not be comparable.")
     return records
 
-# %% ../nbs/04_data.ipynb #3a387085
+# %% ../nbs/04_data.ipynb #b565bb73
 def caption_statistics(store):
     """The columns of the paper's data-set table. store: the `TextStore` of its captions.
 
@@ -645,12 +713,12 @@ def caption_statistics(store):
     """
     words = np.array([len(store.whole(i)) for i in range(len(store))])
     first = np.array([len(store.join(i, [0])) for i in range(len(store))])
-    marks, counts = 1 + (store.tokenizer.sot is not None), np.diff(store.first)
+    marks, counts = 1 + (store.tokenizer.sot is not None), store.end - store.begin
     tokens = words + marks
     return {"captions": len(store), "sentences": counts.mean(), "tokens": tokens.mean(), "median": float(np.median(tokens)), "> 77 %": 100*(tokens > 77).mean(), "> 248 %": 100*(tokens > 248).mean(),
             "in sentence 1 %": 100*(first/np.maximum(words, 1)).mean(), "one sentence": int((counts == 1).sum())}
 
-# %% ../nbs/04_data.ipynb #6beafaa4
+# %% ../nbs/04_data.ipynb #d900ee62
 def text_speed(dataset, batch_size=256, seconds=1.0):
     "Captions/s of augmentation and tokenisation on this core (long and short text of a sample count as one). dataset: `PairDataset`. Returns float."
     rng, done, begin = np.random.default_rng(0), 0, time.perf_counter()

@@ -1,5 +1,6 @@
 """Contracts of the data: the same samples whatever the workers, ranks and restarts; every picture read or named."""
-import csv, json, os, pickle, signal, time, warnings
+import csv, json, os, pickle, re, signal, time, warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from PIL import Image
 
 from debias_clip.captions import DEBIAS, LONG_CLIP, SAMPLED, split_sentences
 from debias_clip.data import (PROTOCOLS, GlobalBatches, ImageError, Normalize, PairDataset, Records, TextStore, TextTable, caption_statistics, load_image,
-                              load_records, make_loader, read_records, readable, select, stream_json, write_tables)
+                              load_records, make_loader, read_records, readable, select, stream_json, text_store, write_tables)
 from debias_clip.tokens import get_tokenizer
 
 SHARED = Path(__file__).parents[2]/"shared"
@@ -68,7 +69,7 @@ def test_store_gives_the_ids_of_the_text(tok):
 
 class TwoForms:
     "A tokeniser whose first word differs, as SigLIP2's does."
-    family = "siglip"
+    family, sot, eot = "siglip", None, 1
     def encode(self, text): return [ord(c) for c in text.strip(".")]
     def encode_sentence(self, text): return [1000 + i if k == 0 else i for k, i in enumerate(self.encode(text))]
 
@@ -448,6 +449,56 @@ def test_tables_name_blank_rows(tmp_path):
     with pytest.raises(IndexError): table[5]
     write_tables(tmp_path, [], ["none"])
     assert len(TextTable(tmp_path, "none")) == 0
+
+
+def same_store(a, b):
+    return len(a) == len(b) and all(np.array_equal(a.whole(i), b.whole(i)) and np.array_equal(a.join(i, [0]), b.join(i, [0])) for i in range(len(a)))
+
+
+@pytest.mark.parametrize("two_forms", [False, True])
+def test_tokens_in_files_are_those_in_memory(tmp_path, tok, two_forms):
+    tokenizer = TwoForms() if two_forms else tok
+    write_tables(tmp_path, ((t,) for t in TEXTS), ["caption"])
+    table = TextTable(tmp_path, "caption")
+    store = text_store(table, tokenizer, workers=2, part=3)
+    assert same_store(store, TextStore(TEXTS, tokenizer)) and same_store(pickle.loads(pickle.dumps(store)), store)
+    assert same_store(text_store(table.take([5, 3, 3]), tokenizer), TextStore([TEXTS[i] for i in (5, 3, 3)], tokenizer))
+    assert len(list(tmp_path.glob("tokens-*"))) == 1 and isinstance(text_store(TEXTS, tokenizer), TextStore)
+    assert len(pickle.dumps(store)) < len(pickle.dumps(tokenizer)) + 2000
+
+
+def test_a_stopped_build_of_tokens_goes_on(tmp_path, tok, monkeypatch):
+    write_tables(tmp_path, ((t,) for t in TEXTS), ["caption"])
+    table, calls = TextTable(tmp_path, "caption"), []
+    def counted(tokenizer):
+        def form(s):
+            calls.append(s)
+            if len(calls) == 30 and stop: raise KeyboardInterrupt
+            return tokenizer.encode(s)
+        return [form]
+    monkeypatch.setattr("debias_clip.data._forms", counted)
+    stop = True
+    with pytest.raises(KeyboardInterrupt): text_store(table, tok, workers=1, part=2)
+    assert not [p for p in tmp_path.glob("tokens-*") if "parts" not in p.name]
+    stop, first = False, len(calls)
+    store = text_store(table, tok, workers=1, part=2)
+    assert same_store(store, TextStore(TEXTS, tok)) and len(calls) < first + sum(map(len, TEXTS))
+
+
+def test_builds_at_the_same_time_do_no_harm(tmp_path, tok):
+    write_tables(tmp_path, ((t,) for t in TEXTS), ["caption"])
+    with ThreadPoolExecutor(4) as pool: stores = list(pool.map(lambda _: text_store(TextTable(tmp_path, "caption"), tok, workers=1, part=2), range(4)))
+    assert all(same_store(s, TextStore(TEXTS, tok)) for s in stores) and len(list(tmp_path.glob("tokens-*"))) == 1
+
+
+def test_sharegpt4v_trains_with_workers(sharegpt4v_root, tok):
+    for p in (sharegpt4v_root/"data").rglob("*.jpg"):
+        if int(re.search(r"\d+$", p.stem)[0]) >= 1000: rgb().save(p)
+    r = load("sharegpt4v", sharegpt4v_root)
+    data = PairDataset(r, text_store(r.captions, tok), DEBIAS, lambda image: torch.from_numpy(np.array(image)).permute(2, 0, 1).float())
+    a, b = (list(make_loader(data, GlobalBatches(len(r), 3), workers)) for workers in (0, 2))
+    for x, y in zip(a, b): assert_same(x, y)
+    assert torch.equal(a[0]["long"][0], tok(" ".join(r.captions[a[0]["index"][0]]))[0])
 
 
 def test_urban1k(tmp_path):
