@@ -100,7 +100,7 @@ class Author:
     fillers: float
     split: float
     pair: float
-    attribute: float = .75
+    attribute: float = .85
 
 # %% ../nbs/05_scenes.ipynb #f72e658f
 AUTHORS = dict(
@@ -163,7 +163,8 @@ def long_caption(scenes, i, rng, author):
 
 def short_caption(scenes, i, rng, author):
     "An independent one-sentence caption (str) of one to three of scene i's objects. scenes: `Scenes`; rng: random.Random; author: `Author`."
-    cells = _shuffled(np.flatnonzero(scenes.present[i]).tolist(), rng)[:1 + int(rng.random()*3)]
+    seen = {cell: rng.random() - .3*scenes.large[i, cell] for cell in np.flatnonzero(scenes.present[i]).tolist()}  # large things are named more often
+    cells = sorted(seen, key=seen.get)[:1 + int(rng.random()*3)]
     named = _list([_phrase(scenes, i, c, rng, author.synonym, .8, size=.4) + (f" {_place(c, rng, author.synonym)}" if rng.random() < .3 else "") for c in cells])
     return _capital(_pick(rng, author.short).format(l=named, ground=_word(rng, GROUNDS, scenes.ground[i], author.synonym))) + "."
 

@@ -25,7 +25,7 @@ from . import scenes
 from .captions import RECIPES
 from .data import GlobalBatches, Normalize, PairDataset, TextStore, load_records, make_loader, read_records
 from .keys import code_hash, content_key
-from .losses import DualCaptionLoss
+from .losses import DualCaptionLoss, NonFiniteFeatures
 from .models import create_model_and_transforms, encode_texts, freeze_positions, save_checkpoint
 from .results import write_atomically
 from .tokens import get_tokenizer, text_family
@@ -301,7 +301,7 @@ class Trained:
     def load(self):
         "(model, image transform, tokenizer) for evaluation."
         c = self.config
-        model, _, transform = create_model_and_transforms(c.backbone, str(self.weights), None, c.keep)
+        model, _, transform = create_model_and_transforms(c.backbone, str(self.weights), c.context_length, c.keep)
         return model.eval(), transform, get_tokenizer(c.backbone, model.context_length)
 
     def log(self):
@@ -358,7 +358,10 @@ def _loop(config, folder, model, optimizer, loader, start):
         batches.set_epoch(epoch, step - epoch*len(batches))
         for batch in loader:
             for group in optimizer.param_groups: group["lr"] = lr_at(step, config, steps)
-            losses = _step(towers, criterion, optimizer, batch, device, _bf16(device, config.precision))
+            try: losses = _step(towers, criterion, optimizer, batch, device, _bf16(device, config.precision))
+            except NonFiniteFeatures as e:
+                names = [loader.dataset.records.label(int(batch["index"][row])) for row in e.rows.get(rank, [])]
+                raise NonFiniteFeatures(f"step {step}: {e} On rank {rank} these are {', '.join(names[:10]) or 'none'}. The last checkpoint in {folder/'checkpoints'} is untouched.", e.rows) from None
             if softmax: model.logit_scale.detach().clamp_(max=math.log(100))
             step += 1
             log.step(step, losses, model, optimizer.param_groups[0]["lr"])
@@ -375,7 +378,7 @@ def _step(towers, criterion, optimizer, batch, device, bf16):
     optimizer.step()
     return {k: v.detach() for k, v in losses.items()}
 
-# %% ../nbs/07_train.ipynb #a50d3af6
+# %% ../nbs/07_train.ipynb #ba2eea01
 def main(arguments=None):
     "Train the configurations in YAML files: `-m debias_clip.train CONFIG.yaml … [--models FOLDER] [--workers N]`."
     import argparse
