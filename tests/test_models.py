@@ -364,7 +364,7 @@ def test_hugging_face_folder(tmp_path, length, act):
 
 def hf_keys(state):
     "Hugging Face's names of the same tensors."
-    out, names = {}, dict(attn='self_attn', ln_1='layer_norm1', ln_2='layer_norm2')
+    out = {}
     for k, v in state.items():
         side = 'vision_model.' if k.startswith('visual.') else 'text_model.'
         k = k.removeprefix('visual.')

@@ -40,7 +40,7 @@ def siglip2_folder(tmp_path_factory):
     "SigLIP2's kind (Gemma): byte-pair pieces, spaces become ▁ and the first word has none, pad 0, eos 1."
     vocab, merges = {'<pad>': 0, '<eos>': 1, '<bos>': 2, '<unk>': 3}, []
     for c in '▁abcdefghijklmnopqrstuvwxyz': vocab.setdefault(c, len(vocab))
-    for word in [w for word in WORDS for w in (word, '▁' + word)]:
+    for word in [p + w for w in WORDS for p in ('', '▁')]:
         for k in range(2, len(word) + 1):
             if word[:k] not in vocab: vocab[word[:k]] = len(vocab); merges.append((word[:k - 1], word[k - 1]))
     raw = Raw(models.BPE(vocab, merges, unk_token='<unk>', fuse_unk=True))
