@@ -9,7 +9,7 @@ __all__ = ['PROTOCOLS', 'Records', 'ImageError', 'load_image', 'readable', 'sele
            'Protocol', 'load_records', 'caption_statistics', 'text_speed']
 
 # %% ../nbs/04_data.ipynb #3e378fa2
-import ast, csv, hashlib, json, os, re, shutil, time, uuid, warnings
+import csv, hashlib, json, os, re, shutil, time, uuid, warnings
 from array import array
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -482,12 +482,10 @@ def sharegpt4v(root, part="train", splitter="default", max_missing=0.0, cache=No
     return Records("sharegpt4v", images.take(keep), captions.take(rows[keep]), None, splitter, f"{part}: " + ("all but the first 1,000 records" if part == "train" else "the first 1,000 records"))
 
 # %% ../nbs/04_data.ipynb #bb496419
-_RULES = ast.dump(ast.parse(Path(captions_module.__file__).read_text(encoding="utf-8")))   # of splitting, as loaded, without comments
-
 def _index(source, cache, splitter):
     "The folder with the index of `source`, made where it is not there."
     state = source.stat()
-    made_by = [source.name, state.st_size, state.st_mtime_ns, splitter, _RULES]
+    made_by = [source.name, state.st_size, state.st_mtime_ns, splitter, Path(captions_module.__file__).read_text()]
     folder = cache/f"{source.stem}.index-{hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:12]}"
     if folder.is_dir(): return folder
     beside = cache/f"{folder.name}.{uuid.uuid4().hex[:8]}"
