@@ -105,7 +105,7 @@ def _hf_tokenizer(name, context_length, path=None, **kwargs):
         try: return make(folder, local_files_only=True)
         except Exception as e: raise ValueError(f"The folder {str(folder)!r} holds no tokeniser that loads (it needs tokenizer.json and tokenizer_config.json): {str(e)[:200]}") from e
     try: return make(name, local_files_only=True)
-    except (OSError, ValueError): pass  # not in the cache
+    except Exception: pass
     try:
         _reach_hub()
         return make(name)
