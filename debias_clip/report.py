@@ -144,8 +144,8 @@ def table(summary, rows, paper=None, paper_key=("arm", "text"), columns="directi
     Returns a DataFrame of str with the row labels as columns.
     """
     cells = summary.assign(cell=[number(r.value, r.low, r.high) for r in summary.itertuples()]).set_index([*rows, columns]).cell
-    order = [list(dict.fromkeys(cells.index.droplevel(d))) for d in (columns, rows)]   # as they come, not by name
-    out = cells.unstack(columns).loc[order[0], order[1]].fillna("–").reset_index().rename(columns=_DIRECTIONS)
+    out = cells.unstack(columns)[list(dict.fromkeys(summary[columns]))].fillna("–").reset_index().rename(columns=_DIRECTIONS)
+    out = out.sort_values(rows, key=lambda c: c.map({v: i for i, v in enumerate(dict.fromkeys(summary[c.name]))}), ignore_index=True)   # as they come, not by name
     out.columns.name = None
     if paper is not None: out["paper, real data (quoted)"] = [paper.get(tuple(r[k] for k in paper_key), "–") for r in out.to_dict("records")]
     return out

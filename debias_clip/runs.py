@@ -89,7 +89,7 @@ class Job:
     code: str
 
     @property
-    def key(self) -> str: return content_key(cells=self.cells, code=self.code, parameters=self.parameters)
+    def key(self) -> str: return content_key(cells=self.cells, code=self.code, parameters=json.dumps(self.parameters))  # the order of the arms counts
 
     def file(self, ending: str) -> Path: return self.root/self.out/f"{self.name}.{ending}"
 
@@ -203,7 +203,7 @@ def read_preset(preset, root=None) -> Preset:
         try: full, bad = _settings(notebook_defaults(known[name]), shared, _mapping(settings, name, wrong), given)
         except ValueError as e: wrong.append(f"{name}: {e}"); continue
         wrong += [f"{name}: {b}" for b in bad]
-        if not bad: jobs.append(Job(name, known[name], root, out, json.loads(canonical_json(full)), **_code_hashes(known[name])))
+        if not bad: jobs.append(Job(name, known[name], root, out, json.loads(json.dumps(full)), **_code_hashes(known[name])))
     if wrong: raise ValueError(f"{out}/params.yaml cannot be run:\n" + "\n".join(f"  - {w}" for w in wrong))
     return Preset(folder.name, out, str(settings.get("about") or "").strip(), jobs)
 
@@ -228,7 +228,7 @@ def job_state(job: Job) -> str:
     if record.get("cells") != job.cells: reasons.append("the notebook's code changed")
     if record.get("code") != job.code: reasons.append("the library's code changed")
     old = record.get("parameters", {})
-    changed = sorted(name for name in old.keys() | job.parameters.keys() if old.get(name) != job.parameters.get(name))
+    changed = sorted(name for name in old.keys() | job.parameters.keys() if json.dumps(old.get(name)) != json.dumps(job.parameters.get(name)))
     if changed: reasons.append("settings changed: " + ", ".join(changed))
     missing = [name for name, kept in record.get("files", {}).items() if not job.file("ipynb").with_name(name).is_file() or _file_hash(job.file("ipynb").with_name(name)) != kept]
     if not job.file("ipynb").is_file(): missing.append(job.file("ipynb").name)

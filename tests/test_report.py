@@ -57,6 +57,12 @@ def test_tables_keep_order_and_quote_apart():
     assert t["text→image R@1"].tolist() == ["40.0 [37.0, 43.0]", "45.0 [42.0, 48.0]", "3.0 [0.0, 6.0]"]
 
 
+def test_rows_are_grouped_by_their_first_label_whatever_the_order_of_the_scores():
+    made = [r | {"test": test} for r in rows({("z", 0): 40., ("b", 0): 45., ("a", 0): 3.}) for test in ("own", "other")]
+    t = table(summarise(made, ["test", "arm", "direction"]), ["test", "arm"])
+    assert list(zip(t.test, t.arm)) == [(test, arm) for test in ("own", "other") for arm in ("z", "b", "a")]
+
+
 def test_a_missing_cell_is_a_dash_not_a_number():
     made = rows({("a", 0): 40.}) + [rows({("b", 0): 30.})[0] | {"text": "move"}]
     t = table(summarise(made, ["arm", "text", "direction"]), ["arm"], columns="text")

@@ -295,3 +295,15 @@ def test_results_land_in_the_same_folder_from_anywhere(checkout, monkeypatch):
         assert write_metrics("runs/demo", "one", {"a": 1}).resolve().parent == (checkout.root/"runs"/"demo").resolve()
     assert find_checkout(checkout.root/"runs"/"demo") == checkout.root.resolve()
     with pytest.raises(ValueError, match="no finished one: debias-clip run demo makes it"): read_record("runs/demo", "one")
+
+
+def test_the_order_of_the_arms_reaches_the_notebook_and_counts(checkout):
+    "An ablation compares each arm with the one before it."
+    checkout.notebook("one", "from debias_clip.results import write_metrics\nwrite_metrics(out, 'one', {'table': [{'order': ' '.join(arms)}]})", parameters=PARAMETERS + '\narms = {"start": 1}', save=False)
+    params = checkout.root/"runs/demo/params.yaml"
+    for order in ("{z: 1, a: {y: 1, b: 2}, m: 3}", "{a: {y: 1, b: 2}, z: 1, m: 3}"):
+        params.write_text(f"experiments: [one]\nparameters: {{arms: {order}}}\n")
+        assert job_state(read_preset("demo", checkout.root).jobs[0]) != "done"
+        run_preset("demo", checkout.root)
+        assert json.loads((checkout.root/"runs/demo/one.json").read_text())["metrics"]["table"][0]["order"] == ("z a m" if order[1] == "z" else "a z m")
+        assert job_state(read_preset("demo", checkout.root).jobs[0]) == "done"
