@@ -3,7 +3,6 @@
 data/parity_small.safetensors is a part of ../shared/parity (features, PCA and losses of the reference implementation), so that these values are tested where that folder is not.
 """
 import datetime
-import json
 import math
 from pathlib import Path
 
@@ -19,8 +18,6 @@ from debias_clip.losses import DualCaptionLoss, NonFiniteFeatures, closed_gaps, 
 SMALL = Path(__file__).parent/'data'/'parity_small.safetensors'
 SHARED = Path(__file__).parents[2]/'shared'/'parity'
 NAMES = 'image_features', 'text_features_long', 'text_features_short'
-TINY = dict(embed_dim=64, quick_gelu=True, vision_cfg=dict(image_size=32, layers=2, width=128, patch_size=8),
-            text_cfg=dict(context_length=77, vocab_size=1000, width=128, heads=2, layers=2))
 
 
 def unit(n, d=16, seed=0, dtype=torch.float32):
@@ -314,15 +311,11 @@ def test_golden_losses(ranks, world):
 
 
 @pytest.fixture(scope='module')
-def encoded(tmp_path_factory):
+def encoded(parity_backbone):
     "The reference's tiny model, its golden values, and the three outputs with their graph."
     if not SHARED.is_dir(): pytest.skip('golden values are not here (../shared/parity)')
-    import open_clip
     from debias_clip.models import load_checkpoint
-    config = tmp_path_factory.mktemp('config')/'parity-losses.json'
-    config.write_text(json.dumps(TINY))
-    open_clip.add_model_config(config)
-    model, golden = load_checkpoint(SHARED/'model.safetensors', config.stem).eval(), load_file(SHARED/'golden.safetensors')
+    model, golden = load_checkpoint(SHARED/'model.safetensors', parity_backbone).eval(), load_file(SHARED/'golden.safetensors')
     return model, golden, (model.encode_image(golden['images']), model.encode_text(golden['tokens_long']), model.encode_text(golden['tokens_short']))
 
 

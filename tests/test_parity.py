@@ -1,5 +1,4 @@
 """Golden values of the reference implementation (Long-CLIP's layout), in ../shared/parity beside the checkout: encoder outputs and the stretch."""
-import json
 from pathlib import Path
 
 import open_clip
@@ -11,19 +10,13 @@ from debias_clip.models import create_model, encode_texts, load_checkpoint, stre
 
 FOLDER = Path(__file__).parents[2]/'shared'/'parity'
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason='golden values are not here (../shared/parity)')
-TINY = dict(embed_dim=64, quick_gelu=True, vision_cfg=dict(image_size=32, layers=2, width=128, patch_size=8),
-            text_cfg=dict(context_length=77, vocab_size=1000, width=128, heads=2, layers=2))
 
 
 def relative(a, b): return ((a - b).norm() / b.norm()).item()
 
 
 @pytest.fixture(scope='module')
-def backbone(tmp_path_factory):
-    file = tmp_path_factory.mktemp('configs')/'parity-tiny.json'
-    file.write_text(json.dumps(TINY))
-    open_clip.add_model_config(file)
-    return 'parity-tiny'
+def backbone(parity_backbone): return parity_backbone
 
 
 @pytest.fixture(scope='module')
