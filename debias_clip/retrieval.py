@@ -71,8 +71,10 @@ def _distinct(x):
 
 def _check_pairs(images, texts, image_of_text):
     if images.shape[1] != texts.shape[1]: raise ValueError(f"Image features have {images.shape[1]} dimensions and text features {texts.shape[1]}: they are of different models.")
-    of = torch.as_tensor(image_of_text).to(torch.int64)
+    of = torch.as_tensor(image_of_text)
     if of.shape != (len(texts),): raise ValueError(f"image_of_text must name one image for each of the {len(texts)} texts, not be of shape {list(of.shape)}.")
+    if of.is_floating_point() or of.dtype == torch.bool: raise ValueError(f"image_of_text holds row numbers, which are whole numbers, not {of.dtype}.")
+    of = of.to(torch.int64)
     if of.min() < 0 or of.max() >= len(images): raise ValueError(f"image_of_text holds {int(of.min())} to {int(of.max())}; the {len(images)} images are rows 0 to {len(images) - 1}.")
     without = (torch.bincount(of, minlength=len(images)) == 0).nonzero().flatten().tolist()
     if without: raise ValueError(f"{len(without)} images have no text: rows {without[:10]}{' …' if len(without) > 10 else ''}. Image→text has no answer for them; leave them out.")
@@ -95,8 +97,9 @@ class _Blocks:
             score = self.texts[self.text_rows[start:start + self.size]] @ self.images.T
             if self.copies: score = score[:, self.image_of]
             low, high = torch.searchsorted(self.sorted, torch.tensor([start, start + self.size])).tolist()
-            rows = self.sorted[low:high] - start
-            yield self.order[low:high], score if len(rows) == len(score) else score[rows]
+            for at in range(low, high, self.size):   # copies of a text can be many more than its block has rows
+                some = slice(at, min(at + self.size, high))
+                yield self.order[some], score[self.sorted[some] - start]
 
 # %% ../nbs/06_retrieval.ipynb #ce33c5ed
 def ranks(image_features, text_features, image_of_text):
@@ -170,6 +173,7 @@ def seed_interval(values):
     values: [seeds] floats; for a difference between two models, one difference a seed. Returns (mean, low, high); low and high are None for a single seed.
     """
     v = np.asarray(values, float)
+    if v.ndim != 1 or not len(v) or not np.isfinite(v).all(): raise ValueError(f"An interval over seeds needs one finite number a seed, not {values}.")
     if len(v) == 1: return float(v[0]), None, None
     half = stats.t.ppf(.975, len(v) - 1)*v.std(ddof=1)/math.sqrt(len(v))
     return float(v.mean()), float(v.mean() - half), float(v.mean() + half)
