@@ -10,11 +10,11 @@ __all__ = ['encode_images', 'encode_rows', 'encode_captions', 'ranks', 'recall_a
 import hashlib, math
 
 import numpy as np
-import pandas as pd
 import torch
 from scipy import stats
 from torch.nn import functional as F
 
+from .data import load_image
 from .models import encode_texts
 
 # %% ../nbs/06_retrieval.ipynb #81b7ff6d
@@ -25,7 +25,6 @@ def encode_images(model, records, transform, batch_size=128):
     model: from `models`; records: `data.Records`; transform: for files, of a PIL image; for an array of images, of a uint8 batch [b, H, W, 3].
     Returns float32 [n, embed_dim] on the CPU, of unit length. Raises ImageError naming an image that cannot be read.
     """
-    from debias_clip.data import load_image
     device, parts, images, training = next(model.parameters()).device, [], records.images, model.training
     model.eval()
     for start in range(0, len(images), batch_size):
@@ -42,11 +41,12 @@ def encode_rows(model, tok, rows, batch_size=128):
     model: from `models`; tok: its `tokens.Tokenizer`; rows: int64 [n, context_length]. Returns float32 [n, embed_dim] on the CPU, of unit length, in the order of the rows.
     """
     device, training = next(model.parameters()).device, model.training
+    rows, which = rows.unique(dim=0, return_inverse=True)   # the same text in two batches may differ in the last bit, and would no longer tie
     order = (rows != tok.pad).sum(1).argsort(stable=True)
     model.eval()
     parts = [encode_texts(model, rows[i].to(device), normalize=True).float().cpu() for i in order.split(batch_size)]
     model.train(training)
-    return torch.cat(parts)[order.argsort()]
+    return torch.cat(parts)[order.argsort()][which]
 
 def encode_captions(model, tok, texts, batch_size=128):
     "Text features of `texts`, a list of str. Others and result as in `encode_rows`."
@@ -57,15 +57,15 @@ def _rows(features, what):
     "float32 tensor [n, d] on the CPU, checked."
     x = torch.as_tensor(features).detach().to("cpu", torch.float32)
     if x.ndim != 2 or not len(x): raise ValueError(f"The {what} features must be a matrix [n, d] with at least one row, not of shape {list(x.shape)}.")
-    bad = (~x.isfinite().all(1)).nonzero().flatten().tolist()
+    bad = (~torch.cat([part.isfinite().all(1) for part in x.split(4096)])).nonzero().flatten().tolist()
     if bad: raise ValueError(f"The {what} features of {len(bad)} rows are not finite: rows {bad[:10]}{' …' if len(bad) > 10 else ''}. A NaN has no rank; look at these inputs and the model's precision.")
     return x
 
 def _distinct(x):
     "(indices of the first of each set of equal rows, which of them each row is), int64 both."
     seen, which = {}, torch.empty(len(x), dtype=torch.int64)
-    for i, row in enumerate((x + 0.).numpy()):  # −0 + 0 is 0, so that equal rows have equal bytes
-        which[i] = seen.setdefault(hashlib.blake2b(row.tobytes(), digest_size=16).digest(), len(seen))
+    for i, row in enumerate(x.numpy()):  # −0 + 0 is 0, so that equal rows have equal bytes
+        which[i] = seen.setdefault(hashlib.blake2b((row + 0.).tobytes(), digest_size=16).digest(), len(seen))
     first = torch.full((len(seen),), len(x)).scatter_reduce_(0, which, torch.arange(len(x)), "amin")
     return first, which
 
@@ -83,7 +83,7 @@ def _check_pairs(images, texts, image_of_text):
 # %% ../nbs/06_retrieval.ipynb #070d2aa3
 class _Blocks:
     "The scores of all texts against all images, a block of distinct texts at a time; the same bits in every pass."
-    def __init__(self, images, texts, memory=256 * 2**20):
+    def __init__(self, images, texts, memory=64 * 2**20):
         (self.image_rows, self.image_of), (self.text_rows, text_of) = _distinct(images), _distinct(texts)
         self.images, self.texts = images[self.image_rows], texts
         self.order = text_of.argsort(stable=True)   # texts, the copies of one beside each other

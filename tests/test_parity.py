@@ -1,7 +1,6 @@
 """Golden values of the reference implementation (Long-CLIP's layout), in ../shared/parity beside the checkout: encoder outputs and the stretch."""
 from pathlib import Path
 
-import open_clip
 import pytest
 import torch
 from safetensors.torch import load_file

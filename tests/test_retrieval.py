@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from PIL import Image
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import debias_clip.retrieval as retrieval
@@ -151,6 +150,15 @@ def test_the_full_matrix_is_never_made(images, texts):
 
 @pytest.fixture(scope='module')
 def tower(): return create_model('scenes-clip', context_length=88, keep=8), get_tokenizer('scenes-clip', 88)
+
+
+def test_repeated_captions_have_equal_features(tower):
+    "Or equal texts would not tie, whatever the ranks do about it."
+    model, tok = tower
+    words = "a small red circle at the top left of a grey picture with nothing else in it".split()
+    texts = [" ".join(words[:2 + i % 13]) for i in range(169)]
+    features = encode_captions(model, tok, texts, batch_size=16)
+    assert all(torch.equal(features[i], features[i % 13]) for i in range(169)) and len(features.unique(dim=0)) == 13
 
 
 def test_texts_come_back_in_order(tower):
