@@ -105,12 +105,12 @@ def _hf_tokenizer(name, context_length, path=None, **kwargs):
         try: return make(folder, local_files_only=True)
         except Exception as e: raise ValueError(f"The folder {str(folder)!r} holds no tokeniser that loads (it needs tokenizer.json and tokenizer_config.json): {str(e)[:200]}") from e
     try: return make(name, local_files_only=True)
-    except Exception: pass
+    except Exception as e: cached = e   # a damaged cache raises nearly anything: OSError, ValueError, KeyError, the tokenizers library's bare Exception
     try:
         _reach_hub()
         return make(name)
     except Exception as e:
-        raise ValueError(f"The tokeniser {name!r} is neither in the local cache nor reachable on the hub ({type(e).__name__}: {str(e)[:200]}). Go online once, or copy "
+        raise ValueError(f"The tokeniser {name!r} is neither in the local cache nor reachable on the hub ({type(e).__name__}: {str(e)[:200]}; cache: {type(cached).__name__}: {str(cached)[:100]}). Go online once, or copy "
                          f"its files (tokenizer.json, tokenizer_config.json) into a folder and pass get_tokenizer(…, path=FOLDER).") from e
 
 def _reach_hub(seconds=5):

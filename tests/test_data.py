@@ -1,5 +1,5 @@
 """Contracts of the data: the same samples whatever the workers, ranks and restarts; every picture read or named."""
-import csv, json, os, pickle, re, signal, time, warnings
+import csv, http.server, io, json, os, pickle, re, signal, tarfile, threading, time, warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,8 +11,8 @@ from hypothesis import given, settings, strategies as st
 from PIL import Image
 
 from debias_clip.captions import DEBIAS, LONG_CLIP, SAMPLED, split_sentences
-from debias_clip.data import (PROTOCOLS, GlobalBatches, ImageError, Normalize, PairDataset, Records, TextStore, TextTable, caption_statistics, load_image,
-                              load_records, make_loader, read_records, readable, select, stream_json, text_store, write_tables)
+from debias_clip.data import (PROTOCOLS, GlobalBatches, ImageError, Member, Normalize, PairDataset, Records, TextStore, TextTable, caption_statistics, load_image,
+                              is_own, load_records, make_loader, read_records, read_shards, readable, select, stream_json, text_store, write_tables)
 from debias_clip.tokens import get_tokenizer
 
 SHARED = Path(__file__).parents[2]/"shared"
@@ -85,7 +85,8 @@ def test_store_pickles_small(tok):
     store = TextStore(TEXTS*50, tok)
     again = pickle.loads(pickle.dumps(store))
     assert again.whole(3).tolist() == store.whole(3).tolist()
-    assert store.inner.dtype == np.int32 and store.inner.nbytes == 4*sum(len(tok.encode(" ".join(t))) for t in TEXTS)*50
+    ids, _ = store.tables[0]
+    assert len(store.tables) == 1 and ids.dtype == np.int32 and ids.nbytes == 4*sum(len(tok.encode(" ".join(t))) for t in TEXTS)*50
 
 
 def test_a_batch_is_its_samples(pairs):
@@ -116,6 +117,48 @@ def test_short_captions_follow_the_recipe(pairs, tok):
 def test_dataset_refuses_what_does_not_fit(pairs, tok):
     with pytest.raises(ValueError, match="16 samples, but the token store has 1"): PairDataset(pairs.records, TextStore(TEXTS[:1], tok), DEBIAS, None)
     with pytest.raises(ValueError, match="transform"): PairDataset(Records("x", ["a.jpg"], [["A."]]), TextStore([["A."]], tok), None, None)
+
+
+def test_period_captions_are_read_as_they_were(tok):
+    text = "A dog. It has 2.5 legs. “No.” it says..  It\nleft!\n"
+    r = Records("x", np.zeros((1, 2, 2, 3), np.uint8), [split_sentences(text.strip(), "period")], splitter="period")
+    assert (r.joiner, r.text(r.captions[0])) == (". ", "A dog. It has 2.5 legs. “No.” it says..  It left!") and Records("y", r.images, [["A.", "B."]]).text(["A.", "B."]) == "A. B."
+    with pytest.raises(ValueError, match=r"joiner=records\.joiner"): PairDataset(r, TextStore(r.captions, tok), None, None)
+    pairs = PairDataset(r, TextStore(r.captions, tok, r.joiner), LONG_CLIP, None)
+    assert torch.equal(pairs[0]["long"], tok(text)[0]) and torch.equal(pairs[0]["short"], tok("A dog")[0])     # Long-CLIP's short caption has no full stop
+    found = caption_statistics(pairs.store)
+    assert found["tokens"] == len(tok.encode(text)) + 2 and found["in sentence 1 %"] == pytest.approx(100*len(tok.encode("A dog."))/len(tok.encode(text)))
+
+
+def test_period_captions_in_files_keep_their_white_space(tmp_path, tok):
+    texts = ["A dog. It runs", "One! . Two .  3.\tFour", "A line\n. Another. \n"]*3
+    (tmp_path/"captions.jsonl").write_text("".join(json.dumps(dict(image="a.png", caption=t + f" {i}")) + "\n" for i, t in enumerate(texts)))
+    rgb().save(tmp_path/"a.png")
+    with pytest.warns(UserWarning, match="name an image"): r = read_records(tmp_path, splitter="period")
+    write_tables(tmp_path, ((c,) for c in r.captions), ["caption"])
+    table = TextTable(tmp_path, "caption")
+    assert list(table) == r.captions
+    store = text_store(table, tok, workers=1, part=2, joiner=r.joiner)
+    for i, t in enumerate(texts):
+        assert r.text(table[i]) == f"{t} {i}".strip().replace("\n", " ") and store.whole(i).tolist() == tok.encode(f"{t} {i}")
+    assert same_store(store, TextStore(r.captions, tok, ". ")) and not same_store(text_store(table, tok, workers=1), store)
+    assert same_store(pickle.loads(pickle.dumps(store)), store) and len(list(tmp_path.glob("tokens-*"))) == 2
+
+
+def test_one_frozen_tower_needs_no_pictures(tmp_path, tok):
+    np.save(tmp_path/"f.npy", np.random.default_rng(0).standard_normal((4, 5)).astype(np.float32))
+    features, r = np.load(tmp_path/"f.npy", mmap_mode="r"), Records("x", [f"nowhere/{i}.jpg" for i in range(4)], TEXTS[:4])
+    data = PairDataset(r, TextStore(TEXTS[:4], tok), DEBIAS, None, features=features)
+    batch = data.__getitems__([(0, 3), (0, 1)])
+    assert torch.equal(batch["image"], torch.from_numpy(features[[3, 1]].copy())) and batch["image"].dtype == torch.float32
+    with_pictures = PairDataset(Records("x", np.zeros((4, 2, 2, 3), np.uint8), TEXTS[:4]), data.store, DEBIAS, None)
+    for k in ("long", "short", "index"): assert torch.equal(batch[k], with_pictures.__getitems__([(0, 3), (0, 1)])[k])
+    a, b = (list(make_loader(data, GlobalBatches(4, 2), workers)) for workers in (0, 1))
+    for x, y in zip(a, b): assert_same(x, y)
+    batch["image"].zero_()
+    assert data[3]["image"].abs().sum() > 0                              # a batch is a copy
+    for bad in (features[:3], features.astype(np.float64), features[:, 0], torch.from_numpy(features.copy())):
+        with pytest.raises(ValueError, match=r"float32 array \[4, d\]"): PairDataset(r, data.store, DEBIAS, None, features=bad)
 
 
 def test_normalize():
@@ -271,6 +314,39 @@ def test_large_jpegs_are_decoded_small(tmp_path):
     assert np.abs(np.asarray(whole.resize((64, 48)), float) - np.asarray(quarter.resize((64, 48)), float)).max() < 4
 
 
+def test_a_picture_may_be_bytes_or_an_open_file(tmp_path):
+    rgb().save(tmp_path/"x.png")
+    raw = (tmp_path/"x.png").read_bytes()
+    for file in (raw, io.BytesIO(raw), Member(str(tmp_path/"x.png"), "x", 0, len(raw))): assert np.array_equal(np.asarray(load_image(file)), np.asarray(rgb()))
+    with open(tmp_path/"x.png", "rb") as f: assert load_image(f).size == (9, 6) and not f.closed
+    with pytest.raises(ImageError, match="an image of 20 bytes: cannot be read"): load_image(raw[:20])
+    with pytest.raises(ImageError, match="an image of 0 bytes: the file is empty"): load_image(b"")
+    for size in (40, 0):
+        (tmp_path/"cut.png").write_bytes(raw[:size])
+        with open(tmp_path/"cut.png", "rb") as f, pytest.raises(ImageError, match=r"cut\.png: " + ("cannot be read" if size else "the file is empty")): load_image(f)
+    with pytest.raises(ImageError, match="x.png: pics/7.png: cannot be read"): load_image(Member(str(tmp_path/"x.png"), "pics/7.png", 10, 50))
+    with pytest.raises(ImageError, match="pics/7.png: the file is empty"): load_image(Member(str(tmp_path/"x.png"), "pics/7.png", 10, 0))
+    with pytest.raises(ImageError, match="X.png: 7.png: there is no such file; 'x.png' is there"): load_image(Member(str(tmp_path/"X.png"), "7.png", 10, 50))
+
+
+def photo(h, w):
+    "A picture with edges and grain of every size, as photographs have."
+    rng, out = np.random.default_rng(0), np.zeros((h, w, 3))
+    for k in (4, 16, 64, 256): out += np.asarray(Image.fromarray(rng.integers(0, 256, (k*h//w + 1, k, 3), dtype=np.uint8)).resize((w, h), Image.Resampling.NEAREST if k < 64 else Image.Resampling.BICUBIC))*.25
+    return Image.fromarray(out.clip(0, 255).astype(np.uint8))
+
+
+def test_draft_mode_changes_little(tmp_path, tok):
+    image = photo(1200, 1600)
+    for name in ("x.jpg", "x.png", "x.webp"): image.save(tmp_path/name, quality=90)
+    small = lambda im: torch.from_numpy(np.array(im.resize((224, 224), Image.Resampling.BICUBIC))).permute(2, 0, 1).float()
+    r = Records("x", [tmp_path/n for n in ("x.jpg", "x.png", "x.webp")], [["A."]]*3)
+    whole, draft = (PairDataset(r, TextStore(r.captions, tok), None, small, at_least=n).__getitems__([(0, 0), (0, 1), (0, 2)])["image"] for n in (None, 448))
+    assert torch.equal(whole[1:], draft[1:])                             # only JPEGs have a draft mode
+    off = (whole[0] - draft[0]).abs()
+    assert load_image(tmp_path/"x.jpg", 448).size == (800, 600) and 0 < off.mean() < 1, off.mean()
+
+
 def test_unreadable_pictures_stop_or_are_left_out_by_name(tmp_path, tok):
     for i in range(4): rgb().save(tmp_path/f"{i}.png")
     (tmp_path/"2.png").write_bytes(b"")
@@ -392,7 +468,7 @@ def test_sharegpt4v(sharegpt4v_root, tok):
     r = load("sharegpt4v", sharegpt4v_root)
     assert len(r) == 7 and names(r)[:2] == ["1000.jpg", "1001.jpg"] and r.captions[0] == ["The image shows item 1000.", "It is  grey.", "Nothing else, 2.5 m wide."]
     assert load_records("sharegpt4v-val", sharegpt4v_root).captions[-1][0] == "The image shows item 999." and len(list(sharegpt4v_root.glob("*.index-*"))) == 1
-    assert load("sharegpt4v", sharegpt4v_root, splitter="period").captions[0] == ["The image shows item 1000", "It is  grey", "Nothing else, 2.5 m wide."]
+    assert load("sharegpt4v", sharegpt4v_root, splitter="period").captions[0] == ["The image shows item 1000", "It is  grey", " Nothing else, 2.5 m wide."]
     again = pickle.loads(pickle.dumps(r))
     assert again.captions[6] == r.captions[6] and again.images[6] == r.images[6] and len(pickle.dumps(r)) < 2000
     assert list(r.captions) == [r.captions[i] for i in range(7)] and r.captions[-1] == r.captions[6]
@@ -470,12 +546,12 @@ def test_tokens_in_files_are_those_in_memory(tmp_path, tok, two_forms):
 def test_a_stopped_build_of_tokens_goes_on(tmp_path, tok, monkeypatch):
     write_tables(tmp_path, ((t,) for t in TEXTS), ["caption"])
     table, calls = TextTable(tmp_path, "caption"), []
-    def counted(tokenizer):
+    def counted(tokenizer, joiner):
         def form(s):
             calls.append(s)
             if len(calls) == 30 and stop: raise KeyboardInterrupt
             return tokenizer.encode(s)
-        return [form]
+        return [form], ([0, 0], [0, 0])
     monkeypatch.setattr("debias_clip.data._forms", counted)
     stop = True
     with pytest.raises(KeyboardInterrupt): text_store(table, tok, workers=1, part=2)
@@ -499,6 +575,234 @@ def test_sharegpt4v_trains_with_workers(sharegpt4v_root, tok):
     a, b = (list(make_loader(data, GlobalBatches(len(r), 3), workers)) for workers in (0, 2))
     for x, y in zip(a, b): assert_same(x, y)
     assert torch.equal(a[0]["long"][0], tok(" ".join(r.captions[a[0]["index"][0]]))[0])
+
+
+# shards
+
+def encoded(colour="red", kind="png", size=(8, 8)):
+    Image.new("RGB", size, colour).save(f := io.BytesIO(), {"jpg": "jpeg"}.get(kind, kind))
+    return f.getvalue()
+
+
+def write_shard(path, files, mode="w"):
+    "files: list of (name, bytes or str)."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, mode) as tar:
+        for name, data in files:
+            data = data.encode() if isinstance(data, str) else data
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def sample(key, colour="red", kind="png", text=None): return [(f"{key}.{kind}", encoded(colour, kind)), (f"{key}.txt", text or f"Sample {key}. It is {colour}.")]
+
+
+@pytest.fixture
+def shards(tmp_path):
+    for k, colours in enumerate([("red", "green", "blue"), ("white",), ("black", "yellow")]): write_shard(tmp_path/f"wds/shard-{k:03d}.tar", sum((sample(f"{k}{n}", c) for n, c in enumerate(colours)), []))
+    return tmp_path/"wds"
+
+
+COLOURS = [(255, 0, 0), (0, 128, 0), (0, 0, 255), (255, 255, 255), (0, 0, 0), (255, 255, 0)]
+
+
+def colours(r): return [load_image(r.images[i]).getpixel((0, 0)) for i in range(len(r))]
+
+
+def test_shards_are_records(shards, tok):
+    r = read_shards(shards)
+    assert list(r.captions) == [[f"Sample {k}.", f"It is {c}."] for k, c in [("00", "red"), ("01", "green"), ("02", "blue"), ("10", "white"), ("20", "black"), ("21", "yellow")]]
+    assert colours(r) == COLOURS and (r.name, r.short, r.protocol) == ("wds", None, "all samples of 3 shards")
+    assert r.label(3) == f"sample 3 ({shards}/shard-001.tar: 10.png)" and r.images[-1] == r.images[5]
+    with pytest.raises(IndexError): r.images[6]
+    few = select(r, [4, 0])
+    assert colours(few) == [COLOURS[4], COLOURS[0]] and few.captions[1] == ["Sample 00.", "It is red."] and colours(select(few, [1])) == [COLOURS[0]]
+    assert len(pickle.dumps(r)) < 3000 and colours(pickle.loads(pickle.dumps(few))) == colours(few)
+    to_tensor = lambda im: torch.from_numpy(np.array(im)).permute(2, 0, 1).float()
+    data = PairDataset(r, text_store(r.captions, tok, workers=1), DEBIAS, to_tensor, at_least=4)
+    a, b = (list(make_loader(data, GlobalBatches(6, 2), workers)) for workers in (0, 2))
+    for x, y in zip(a, b): assert_same(x, y)
+    assert [tuple(im[:, 0, 0].int().tolist()) for batch in a for im in batch["image"]] == [COLOURS[i] for batch in a for i in batch["index"]]
+
+
+def test_shards_are_found_by_folder_pattern_and_file(shards, tmp_path):
+    whole = read_records(shards)
+    index = list(shards.glob("shards.index-*"))
+    for pattern in (shards/"shard-{000..002}.tar", f"{shards}/shard-{{000,001,002}}.tar", f"{shards}/shard-0{{0..0}}{{0..2}}.tar"):
+        assert list(read_records(pattern).captions) == list(whole.captions)
+    assert len(list(shards.glob("shards.index-*"))) == 1 == len(index) and not list(shards.glob("*.parts"))
+    assert list(read_records(shards/"shard-{002..002}.tar", cache=tmp_path).captions) == list(read_records(shards/"shard-002.tar", cache=tmp_path).captions) == list(whole.captions)[4:]
+    assert read_records(shards, splitter="period").captions[0] == ["Sample 00", "It is red."]
+    with pytest.raises(ValueError, match=r"2 of 4 shards are not there: .*shard-003.tar, .*shard-004.tar"): read_shards(shards/"shard-{001..004}.tar")
+    for wrong in (shards/"shard-{x}.tar", shards/"shard-{5..3}.tar", "https://example.org/{5..3}.tar"):
+        with pytest.raises(ValueError, match="neither a range"): read_shards(wrong, cache=tmp_path)
+    with pytest.raises(ValueError, match="root="): read_records(shards, root=tmp_path)
+    with pytest.raises(ValueError, match="no table and has neither"): read_records(tmp_path)
+    (shards/"captions.csv").write_text("image,caption\nx.png,Hello.\n")
+    with pytest.raises(ValueError, match="1 of 1 image files are missing"): read_records(shards)      # a table goes before shards that lie beside it
+    for n in range(12): write_shard(tmp_path/f"many/s-{n}.tar", sample(str(n)))
+    assert [c[0] for c in read_shards(tmp_path/"many").captions] == [f"Sample {n}." for n in range(12)]
+
+
+def test_data_of_ones_own_is_told_from_names(tmp_path, shards):
+    own = [tmp_path, shards/"shard-{000..002}.tar", "shard-{000..002}.tar", "https://example.org/{0..1}.tar?a=1", "s3://bucket/x.tar", "nowhere/captions.csv", "captions.jsonl"]
+    assert [is_own(d) for d in own] == [is_own(str(d)) for d in own] == [True]*7 and not any(map(is_own, [*PROTOCOLS, "scenes", "docc"]))
+
+
+def test_what_a_sample_is(tmp_path):
+    files = [("./a/1.jpg", encoded("red", "jpg")), ("./a/1.json", json.dumps(dict(caption="From json.", other=1))), ("./a/1.seg.png", encoded()), ("b/1.JPEG", encoded("blue", "jpg")),
+             ("b.x/1.webp", encoded("white", "webp")), ("b/1.txt", "\ufeffA blue one. Again."), ("b.x/1.txt", "White."), ("b.x/1.json", "{}"), ("__meta__/1.txt", "x"), ("README", "x"), ("c.cls", "3"),
+             ("._b.png", "x"), ("d.txt", "Far apart."), ("ü/ä.png", encoded("green")), ("ü/ä.txt", "Grün."), ("n"*150 + "/e.png", encoded()), ("n"*150 + "/e.txt", "Long name."), ("d.png", encoded("black"))]
+    path = write_shard(tmp_path/"x.tar", files)
+    r = read_shards(path)
+    assert list(r.captions) == [["From json."], ["A blue one.", "Again."], ["White."], ["Far apart."], ["Grün."], ["Long name."]]
+    assert [m.name for m in map(r.images.__getitem__, range(6))] == ["./a/1.jpg", "b/1.JPEG", "b.x/1.webp", "d.png", "ü/ä.png", "n"*150 + "/e.png"]
+    assert all(max(abs(a - b) for a, b in zip(x, y)) < 5 for x, y in zip(colours(r), [(255, 0, 0), (0, 0, 255), (255, 255, 255), (0, 0, 0), (0, 128, 0), (255, 0, 0)]))
+    write_shard(tmp_path/"y.tar", [("a.png", encoded()), ("a.txt", "Not this."), ("a.json", json.dumps(dict(about="A key of its own.", caption="No.")))])
+    assert read_shards(tmp_path/"y.tar", caption="about").captions[0] == ["A key of its own."]
+    write_shard(tmp_path/"z.tar", [("a.png", encoded()), ("a.json", json.dumps(dict(captions=["One. ", "Two."]))), *sample("b")])
+    r = read_shards(tmp_path/"z.tar")
+    assert list(r.short) == [["One.", "Two."], ["Sample b. It is red."]] and list(r.captions) == [["One."], ["Sample b.", "It is red."]]
+
+
+FAULTY = {"pictures without a caption": [("x.png", encoded())], "captions without a picture": [("x.txt", "A.")], "blank captions": [("x.png", encoded()), ("x.txt", " \n")], "captions that are damaged": [("x.png", encoded()), ("x.json", "["*100_000)],
+          "captions that are damaged or no UTF-8": [("x.png", encoded()), ("x.json", "{")], "repeated names": [*sample("x"), ("x.png", encoded("blue"))]}
+
+
+@pytest.mark.parametrize("kind", FAULTY)
+def test_faulty_samples_are_counted_and_named(tmp_path, kind):
+    write_shard(tmp_path/"s-0.tar", sample("a") + FAULTY[kind] + sample("b", "blue"))
+    write_shard(tmp_path/"s-1.tar", sample("c"))
+    found = r"\(s-0\.tar: x(\.png)?\)"
+    n = 5 if kind == "repeated names" else 4
+    for _ in range(2):                                                     # the second time from the index
+        with pytest.raises(ValueError, match=rf"1 of {n} samples are faulty: 1 {kind}.* {found}.*max_missing"): read_shards(tmp_path)
+        with pytest.warns(UserWarning, match=rf"1 {kind}.* {found}\. They are left out"): r = read_shards(tmp_path, max_missing=.25)
+    assert [c[0] for c in r.captions] == ["Sample a."] + ["Sample x."]*(n - 4) + ["Sample b.", "Sample c."] and colours(r)[-2:] == [(0, 0, 255), (255, 0, 0)]
+    assert n == 4 or colours(r)[1] == (255, 0, 0)
+
+
+@pytest.mark.parametrize("value", ["[]", '"x"', '{"caption": ""}', '{"caption": 3}', '{"captions": ["a", ""]}', '{"captions": []}', "{}"])
+def test_json_without_a_caption(tmp_path, value):
+    write_shard(tmp_path/"s.tar", [*sample("a"), ("b.png", encoded()), ("b.json", value)])
+    with pytest.raises(ValueError, match=r"1 blank captions \(s.tar: b\)"): read_shards(tmp_path)
+
+
+def test_damaged_shards_are_named(shards):
+    path = shards/"shard-001.tar"
+    whole = path.read_bytes()
+    ends = [m.offset_data + m.size for m in tarfile.open(shards/"shard-000.tar")]
+    for cut in (300, 512 + 20, 1024 + 100, 512 + 512, 2048, 2048 + 300):   # in a header, in data, at an end of data, without closing blocks
+        path.write_bytes(whole[:cut])
+        with pytest.raises(ValueError, match=r"shard-001\.tar is (no tar file, or )?cut short or damaged behind \d samples"): read_shards(shards)
+    assert not [p for p in shards.glob("*.index-*") if not p.name.endswith(".parts")] and not [p for p in shards.glob("*.parts/*") if "." in p.name]                # nothing that looks whole
+    damaged = bytearray(whole)
+    damaged[1024:1100] = b"x"*76                                           # the second header
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match="damaged behind 1 samples"): read_shards(shards)
+    for text, message in [(b"", "no tar file"), (b"<html>404</html>"*100, "no tar file")]:
+        path.write_bytes(text)
+        with pytest.raises(ValueError, match=rf"shard-001\.tar is {message}"): read_shards(shards)
+    for mode, kind in [("w:gz", "gzip"), ("w:bz2", "bzip2"), ("w:xz", "xz")]:
+        write_shard(path, sample("a"), mode)
+        with pytest.raises(ValueError, match=rf"shard-001\.tar is compressed \({kind}\); decompress"): read_shards(shards)
+    path.write_bytes(whole)
+    assert len(read_shards(shards)) == 6 and len(ends) == 6
+
+
+def test_folders_without_shards(tmp_path):
+    with pytest.raises(ValueError, match="no \\*.tar files"): read_shards(tmp_path)
+    write_shard(tmp_path/"a.tar.gz", sample("a"), "w:gz")
+    for read in (read_shards, read_records):
+        with pytest.raises(ValueError, match="decompress"): read(tmp_path)
+    write_shard(tmp_path/"b/a.tar", [("a.cls", "1")])
+    with pytest.raises(ValueError, match="hold no samples"): read_shards(tmp_path/"b")
+    write_shard(tmp_path/"c/a.tar", [("a.png", encoded())])
+    with pytest.raises(ValueError, match="1 of 1 samples are faulty"): read_shards(tmp_path/"c", max_missing=1)
+    with pytest.raises(ValueError, match=r"cannot be written.*cache="): read_shards(write_shard(tmp_path/"d/a.tar", sample("a")), cache=tmp_path/"nowhere")
+    for far in ("s3://bucket/{000..012}.tar", "gs://bucket/x.tar", "pipe:cat x.tar"):
+        with pytest.raises(ValueError, match="copy the shards to a folder, or mount the bucket"): read_shards(far)
+
+
+def test_pictures_in_shards_can_be_checked(shards, tmp_path):
+    write_shard(shards/"shard-003.tar", [("bad.png", encoded()[:40]), ("bad.txt", "Cut."), ("none.png", b""), ("none.txt", "Empty.")])
+    r = read_shards(shards)
+    with pytest.raises(ValueError, match=r"2 of 8 images cannot be read: .*shard-003\.tar: bad\.png: cannot be read.*shard-003\.tar: none\.png: the file is empty"): readable(r)
+    with pytest.warns(UserWarning, match="left out"): assert colours(readable(r, max_share=.25)) == COLOURS
+    from debias_clip.data import _present
+    assert _present("x", r.images, 0).tolist() == list(range(8))
+    (shards/"shard-001.tar").unlink()
+    with pytest.raises(ValueError, match=r"1 of 8 image files are missing: 1 in .*shard-001.tar \(first: 10.png\)"): _present("x", r.images, 0)
+    with pytest.raises(ImageError, match=r"shard-001\.tar: 10\.png: there is no such file"): load_image(r.images[3])
+
+
+def test_a_changed_shard_is_read_anew_and_a_stopped_index_goes_on(shards, monkeypatch):
+    import debias_clip.data as data
+    whole, seen = data._members, []
+    def stopping(shard):
+        seen.append(shard.name)
+        if len(seen) == 2: raise KeyboardInterrupt
+        return whole(shard)
+    monkeypatch.setattr(data, "_members", stopping)
+    class Here:
+        "A pool of this process."
+        def __init__(self, n): pass
+        def __enter__(self): return self
+        def __exit__(self, *a): pass
+        def map(self, f, *xs): return map(f, *xs)
+    monkeypatch.setattr(data, "ProcessPoolExecutor", Here)
+    with pytest.raises(KeyboardInterrupt): read_shards(shards)
+    assert len(read_shards(shards)) == 6 and len(seen) == 4 and len(set(seen)) == 3    # the one that was done is not gone through again
+    write_shard(shards/"shard-001.tar", sample("10", "white") + sample("11", "red"))
+    assert len(read_shards(shards)) == 7
+
+
+def test_indexing_at_the_same_time_does_no_harm(shards):
+    with ThreadPoolExecutor(3) as pool: found = list(pool.map(lambda _: list(read_shards(shards).captions), range(3)))
+    assert found[0] == found[1] == found[2] and len(found[0]) == 6 and len(list(shards.glob("shards.index-*"))) == 1
+
+
+@pytest.fixture
+def web(shards):
+    "(address of the folder of shards, list of what was asked for, set of names whose connection breaks)"
+    asked, broken = [], set()
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            name = self.path.rpartition("/")[2].partition("?")[0]
+            asked.append(name)
+            if not (shards/name).is_file(): return self.send_error(404)
+            body = (shards/name).read_bytes()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body[:700] if name in broken else body)
+        def log_message(self, *a): pass
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/data", asked, broken
+    server.shutdown()
+    server.server_close()
+
+
+def test_shards_of_a_web_server_are_fetched_once(web, shards, tmp_path):
+    url, asked, broken = web
+    pattern, cache = url + "/shard-{000..002}.tar", tmp_path/"cache"
+    with pytest.raises(ValueError, match="cache="): read_records(pattern)
+    broken.add("shard-001.tar")
+    with pytest.raises(ValueError, match=r"shard-001\.tar cannot be fetched \(the connection broke after 700 of [\d,]+ bytes\)\. Start again"): read_records(pattern, cache=cache)
+    assert {p.name for p in cache.rglob("*") if p.is_file()} == {"shard-000.tar", "shard-002.tar"}
+    broken.clear(); asked.clear()
+    r = read_records(pattern, cache=cache)
+    assert asked == ["shard-001.tar"] and colours(r) == COLOURS and list(r.captions) == list(read_shards(shards).captions)
+    assert colours(read_records(pattern + "?key=1", cache=cache)) == COLOURS and asked == ["shard-001.tar"]
+    with pytest.raises(ValueError, match="404"): read_records(url + "/other.tar", cache=cache)
+    with pytest.raises(ValueError, match="same name"): read_records(url + "/x.tar?{0,1}", cache=cache)
+    with pytest.raises(ValueError, match="cannot be fetched"): read_records("http://127.0.0.1:9/x.tar", cache=cache)
+    for wrong in ("/", "/..", "/x.tar/", "/x.tgz"):
+        with pytest.raises(ValueError, match="must end in .tar"): read_records(url + wrong, cache=cache)
+    assert {p.name for p in cache.rglob("*.tar*")} == {f"shard-{k:03d}.tar" for k in range(3)}
 
 
 def test_urban1k(tmp_path):

@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer as Raw, decoders, models, normalizers, pre_tokenizers, processors
 
+from debias_clip.captions import split_sentences
+from debias_clip.data import Records, TextStore, TextTable, text_store, write_tables
 from debias_clip.tokens import ASSETS, Tokenizer, get_tokenizer, model_config, stretched_length, text_family
 
 WORDS = 'a an the small large red green blue circle square is at in on top of left right there with and two dog redbrick house'.split()
@@ -86,6 +88,51 @@ def test_joined_sentences_are_the_text(pair):
     for _ in range(60):
         part = rng.sample(sentences, rng.randint(0, 6))
         assert list(tok.join([np.array(tok.encode_sentence(s), np.int32) for s in part])) == tok.encode(' '.join(part)), part
+
+
+ODD = ["A “red” dog", 'left of it "here"', 'It is 2.5', '12', 'etc..', '...', 'dog.', '.', '!', 'why?', '🙂', 'a 🙂', "'", '"', '–', '赤い円。', '&amp', '&', 'R&amp;D', '<end_of_text>', 'A', 'a',
+       ' dog', 'dog ', '\tred', 'x_y', '(a)', "it's", 'Straße', 'ΟΔΟΣ', '\u200b dog', 'no.', '1.', 'a . b', '’', '¾', '￥', '·']
+PIECES = st.lists(st.one_of(st.sampled_from(ODD), st.text("ab .,!?\"'“”()12🙂円-_&;\t", min_size=1, max_size=8).filter(str.strip)), min_size=1, max_size=5)                # no é: ftfy takes it, beside a curly mark, for text in the wrong encoding or not by looking at the whole text
+
+
+@pytest.mark.parametrize('joiner', [' ', '. '])
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(pieces=PIECES, data=st.data())
+def test_a_store_reads_any_pieces_as_their_text(pair, joiner, pieces, data):
+    tok = pair[0]
+    store = TextStore([['dog'], pieces, ['dog']], tok, joiner)
+    assert store.whole(1).tolist() == tok.encode(joiner.join(pieces)) == np.concatenate(store.ids(1)).tolist()
+    picks = data.draw(st.permutations(range(len(pieces))))[:data.draw(st.integers(1, len(pieces)))]
+    assert store.join(1, picks).tolist() == tok.encode(joiner.join(pieces[k] for k in picks))
+
+
+def test_every_pair_of_odd_pieces(pair, tmp_path):
+    tok = pair[0]
+    write_tables(tmp_path, (([a, b],) for a in ODD for b in ODD), ['caption'])
+    for joiner in (' ', '. '):
+        held = TextStore([[a, b] for a in ODD for b in ODD], tok, joiner)
+        filed = text_store(TextTable(tmp_path, 'caption'), tok, workers=1, joiner=joiner)
+        for i, text in enumerate(joiner.join((a, b)) for a in ODD for b in ODD):
+            assert held.whole(i).tolist() == filed.whole(i).tolist() == tok.encode(text), text
+            assert held.join(i, [1, 0]).tolist() == filed.join(i, [1, 0]).tolist() == tok.encode(joiner.join((ODD[i % len(ODD)], ODD[i//len(ODD)])))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(text=st.lists(st.sampled_from(['A dog', '. ', '.', ' ', '\n', 'two', '!', '"', '2.5', '🙂', '.. ']), min_size=1, max_size=12).map(''.join))
+def test_the_period_splitter_gives_the_caption_back(pair, text):
+    pieces = split_sentences(text.strip(), 'period')
+    if not all(p.strip() for p in text.strip().replace('\n', ' ').split('. ')): return   # a blank piece is dropped: nothing stands between two of its stops
+    tok, r = pair[0], Records('x', ['x.jpg'], [pieces], splitter='period')
+    assert r.text(pieces) == text.strip().replace('\n', ' ')
+    assert TextStore(r.captions, tok, r.joiner).whole(0).tolist() == tok.encode(text)
+
+
+def test_forms_that_agree_are_kept_once(pair):
+    tok = pair[0]
+    two = tok.encode('a b') != tok.encode_sentence('a b')
+    stops = tok.encode('a.') != tok.encode('a')
+    assert stops == (tok.family == 'clip')                                # SigLIP's cleaning takes full stops away
+    assert [len(TextStore([['a', 'b']], tok, joiner).tables) for joiner in (' ', '. ')] == [1 + two, (1 + two)*(1 + stops)]
 
 
 def test_special_ids(siglip_folder, siglip2_folder):
@@ -168,6 +215,23 @@ def test_unknown_backbones_and_towers_are_named():
     for name in ('roberta-ViT-B-32', 'coca_ViT-B-32', 'ViT-H-14-CLIPA'):
         with pytest.raises(ValueError, match=name): text_family(name)
     assert text_family('ViT-SO400M-16-SigLIP2-256') == 'siglip' and text_family('RN50-quickgelu') == 'clip'
+
+
+@pytest.mark.parametrize('damage', [dict(model={}), dict(added_tokens=None), None])
+def test_a_damaged_cache_is_named(monkeypatch, tmp_path, damage):
+    import json
+    from huggingface_hub import constants
+    monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
+    whole = open_clip.tokenizer.HFTokenizer
+    def cached(source, **kwargs):                                         # the hub's cache of this name is this folder
+        return whole(str(tmp_path) if source == 'timm/ViT-B-16-SigLIP2' else source, **kwargs)
+    monkeypatch.setattr(open_clip.tokenizer, 'HFTokenizer', cached)
+    for file in (ASSETS/'tokenizers'/'scenes-siglip').iterdir(): (tmp_path/file.name).write_bytes(file.read_bytes())
+    raw = (tmp_path/'tokenizer.json').read_text()
+    (tmp_path/'tokenizer.json').write_text(raw[:500] if damage is None else json.dumps(json.loads(raw) | damage))
+    with pytest.raises(ValueError, match='(?s)ViT-B-16-SigLIP2.*neither in the local cache.*cache: .*path=FOLDER'): get_tokenizer('ViT-B-16-SigLIP2')
+    (tmp_path/'tokenizer.json').write_text(raw)
+    assert get_tokenizer('ViT-B-16-SigLIP2', 16)('a').shape == (1, 16)
 
 
 def test_offline_is_said_soon_and_names_both_ways(monkeypatch, tmp_path):
