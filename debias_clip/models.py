@@ -14,15 +14,18 @@ import re
 import warnings
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 import open_clip
 import torch
 from open_clip.model import convert_to_custom_text_state_dict, set_model_preprocess_cfg
 from open_clip.transform import PreprocessCfg, image_transform_v2
+from open_clip.transformer import ResidualAttentionBlock
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from .tokens import _reach_hub, model_config, stretched_length, text_family
 
@@ -51,6 +54,10 @@ def _check_length(model, text):
         raise ValueError(f"Tokens of shape {list(text.shape)} do not fit this model, which reads [n, {model.context_length}]: make them with "
                          f"get_tokenizer(BACKBONE, context_length={model.context_length}).")
 
+def _check_tower(tower, inputs):
+    "The same for a text tower of its own, `model.text`, that is called without its model."
+    if inputs and torch.is_tensor(inputs[0]): _check_length(tower, inputs[0])
+
 class _FixedLength:
     "Refuses token rows of another length than the model's, in `encode_text` and all that calls it, `forward` too."
     def encode_text(self, text, normalize=False):
@@ -72,6 +79,7 @@ def _build(backbone, context_length=None):
     if context_length: config['text_cfg']['context_length'] = context_length
     if 'timm_model_name' in config['vision_cfg']: config['vision_cfg']['timm_model_pretrained'] = False
     model = (CustomTextCLIP if config.pop('custom_text', False) else CLIP)(**config)
+    if hasattr(model, 'text'): model.text.register_forward_pre_hook(_check_tower)
     model.backbone = backbone
     _record(model, model.context_length, 20, model.context_length)
     set_model_preprocess_cfg(model, _preprocess(backbone) | dict(size=model.visual.image_size))
@@ -111,27 +119,92 @@ def encode_texts(model, tokens, normalize=False):
     """Text features, equal to `model.encode_text`'s, with less work where the tower allows it.
 
     `tokens`: int64 [n, context_length]; `normalize`: to unit length. Returns [n, embed_dim], not normalised by default.
-    Under a causal mask with argmax pooling, captions are grouped by length and each group is cut after its last pooled position; the token table is looked up
-    once, so that it gets one gradient. Raises ValueError for rows of another length.
+    Under a causal mask with argmax pooling each token up to the pooled one is computed once, and what stands before the words of prefix-padded captions once a batch;
+    the token table is looked up once, so that it gets one gradient. A tower of other blocks than CLIP's, or with hooks in its blocks, encodes as open_clip does.
+    Raises ValueError for rows of another length.
     """
     tower = _text_tower(model)
-    pool = getattr(tower, 'text_pool_type', None) or tower.pool_type
-    if tower.attn_mask is None or pool != 'argmax' or not len(tokens): return model.encode_text(tokens, normalize)
+    if not len(tokens) or not _is_plain(tower): return model.encode_text(tokens, normalize)
     _check_length(model, tokens)
-    at, order = tokens.argmax(-1).sort(stable=True)
-    words = tower.token_embedding(tokens[:, :int(at[-1]) + 1])
-    groups = max(1, min(4, len(at)//16))  # few, since a small group keeps a device less busy
-    x = torch.cat([_encode_group(tower, words[rows], last) for rows, last in zip(order.chunk(groups), at.chunk(groups))])[order.argsort()]
+    plan, dtype = _plan(tokens), tower.transformer.get_cast_dtype()
+    x = tower.token_embedding(plan.ids).to(dtype) + F.embedding(plan.at, tower.positional_embedding).to(dtype)
+    for block in tower.transformer.resblocks:
+        what = block, x, plan, block is tower.transformer.resblocks[-1]
+        x = checkpoint(_run_block, *what, use_reentrant=False) if tower.transformer.grad_checkpointing else _run_block(*what)
+    x, p = tower.ln_final(x[plan.back]), tower.text_projection
+    if p is not None: x = p(x) if isinstance(p, nn.Linear) else x @ p
     return F.normalize(x, dim=-1) if normalize else x
 
-def _encode_group(tower, words, at):
-    "Features of embedded captions [n, length, width], pooled at `at` (int64 [n], ascending)."
-    n, dtype = int(at[-1]) + 1, tower.transformer.get_cast_dtype()
-    x = words[:, :n].to(dtype) + tower.positional_embedding[:n].to(dtype)
-    x = tower.transformer(x, attn_mask=tower.attn_mask[:n, :n])[torch.arange(len(at), device=at.device), at]
-    x, p = tower.ln_final(x), tower.text_projection
-    if p is None: return x
-    return p(x) if isinstance(p, nn.Linear) else x @ p
+def _is_plain(tower):
+    "Whether a text tower is causal, pools at argmax and is made of CLIP's own blocks, without hooks that would be passed by."
+    if tower.attn_mask is None or (getattr(tower, 'text_pool_type', None) or tower.pool_type) != 'argmax': return False
+    own = lambda b: type(b) is ResidualAttentionBlock and type(b.attn) is nn.MultiheadAttention and b.attn.in_proj_bias is not None and b.attn.bias_k is None and not b.attn.dropout
+    hooked = any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in tower.transformer.modules())
+    return not hooked and len(tower.transformer.resblocks) > 0 and all(map(own, tower.transformer.resblocks))
+
+# %% ../nbs/02_models.ipynb #5b0c7a12
+class _Group(NamedTuple):
+    "Captions that go through attention together: `n` of them, padded to `m` tokens; `take`: where their tokens lie among n·m; `prefix`: shared tokens they read; `mask` of all (None: causal), `last` of the pooled."
+    n: int
+    m: int
+    take: torch.Tensor
+    prefix: int
+    mask: torch.Tensor | None
+    last: torch.Tensor
+
+class _Plan(NamedTuple):
+    "What is left of a batch: `ids`, `at`: tokens and positions, int64 [T]; `groups`, in the order of the tokens; `pooled`: rows of the last token of each caption; `back` [n]: from their order to the batch's."
+    ids: torch.Tensor
+    at: torch.Tensor
+    groups: list
+    pooled: torch.Tensor
+    back: torch.Tensor
+
+def _plan(tokens):
+    "The `_Plan` of token rows [n, context_length]: the shared prefix, as a caption of its own, then captions without pads by length, then those with pads by length of what follows the pads."
+    end = tokens.argmax(-1)
+    lead = torch.cat([tokens[:, :1] == tokens[0, 0], tokens[:, 1:] == 0], 1).cumprod(1).sum(1).minimum(end)  # SOT and pads
+    end, lead = torch.stack([end, lead]).cpu()                                                             # waits for the device, once
+    lead = lead.where(lead > 1, 0)                                                                         # a SOT alone is not worth a mask
+    order = torch.argsort(end - lead + (lead > 0)*tokens.shape[1], stable=True)
+    shared, kinds = int(lead.max()), [k for k in order.split([int((lead == 0).sum()), int((lead > 0).sum())]) if len(k)]
+    parts = [part for kind in kinds for part in kind.chunk(max(1, min(4, len(kind)//8)))]                  # few: each group keeps a device less busy
+    groups, own = [_group((end + 1 - lead)[part], lead[part]) for part in parts], (end + 1 - lead)[order]
+    row, at = order.repeat_interleave(own), torch.arange(int(own.sum())) - (own.cumsum(0) - own - lead[order]).repeat_interleave(own)
+    if shared:
+        groups.insert(0, _group(torch.tensor([shared]), torch.tensor([0])))
+        row, at, own = torch.cat([lead.argmax().expand(shared), row]), torch.cat([torch.arange(shared), at]), torch.cat([torch.tensor([shared]), own])
+    to = lambda x: x.to(tokens.device) if torch.is_tensor(x) else x
+    return _Plan(tokens[to(row), to(at)], to(at), [_Group(*map(to, g)) for g in groups], to(own.cumsum(0) - 1), to(order.argsort() + (shared > 0)))
+
+def _group(own, lead):
+    "The `_Group` of captions of `own` tokens (int64 [n]) that read `lead` tokens of the prefix."
+    n, k, prefix = len(own), torch.arange(int(own.max())), int(lead.max())
+    real, read = k < own[:, None], torch.arange(prefix) < lead[:, None]
+    mask = torch.cat([read[:, None].expand(-1, len(k), -1), (k <= k[:, None]).expand(n, -1, -1)], 2)[:, None] if prefix else None
+    return _Group(n, len(k), real.flatten().nonzero().flatten(), prefix, mask, torch.cat([read, real], 1)[:, None, None])
+
+# %% ../nbs/02_models.ipynb #5b0c7a14
+def _run_block(block, x, plan, last):
+    "One residual block of a text tower on the tokens of a plan, [T, width]; of the `last` block only the pooled tokens come out."
+    h, keep = block.ln_1(x), plan.pooled if last else slice(None)
+    x = x[keep] + block.ls_1(_attend(block.attn, h, plan, last))
+    return x + block.ls_2(block.mlp(block.ln_2(x)))
+
+def _attend(attn, h, plan, last):
+    "Multi-head attention within the groups of a plan, with the weights of an `nn.MultiheadAttention`."
+    w, b, d = attn.in_proj_weight, attn.in_proj_bias, attn.embed_dim
+    q, k, v = (F.linear(h[plan.pooled], w[:d], b[:d]), *F.linear(h, w[d:], b[d:]).chunk(2, -1)) if last else F.linear(h, w, b).chunk(3, -1)
+    sizes, heads = [len(g.take) for g in plan.groups], lambda x: x.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)
+    pad = lambda x, g: x.new_zeros(g.n*g.m, d).index_copy_(0, g.take, x).view(g.n, g.m, d)
+    qs, ks, vs, out = q.split([g.n for g in plan.groups] if last else sizes), k.split(sizes), v.split(sizes), []
+    for g, *parts in zip(plan.groups, qs, ks, vs):
+        query = parts[0][:, None] if last else pad(parts[0], g)
+        key, value = (torch.cat([shared[0][:g.prefix].expand(g.n, -1, -1), pad(x, g)], 1) for shared, x in zip((ks, vs), parts[1:]))
+        found = F.scaled_dot_product_attention(heads(query), heads(key), heads(value), attn_mask=g.last if last else g.mask, is_causal=not last and g.mask is None)
+        found = found.transpose(1, 2).flatten(2).flatten(0, 1)
+        out.append(found if last else F.embedding(g.take, found))
+    return attn.out_proj(torch.cat(out))
 
 # %% ../nbs/02_models.ipynb #2c09a1cb
 def freeze_positions(model, optimizer, keep=None):
@@ -158,6 +231,7 @@ def _read(path):
     path = Path(path)
     if not path.is_file(): raise ValueError(f"There is no checkpoint file {str(path)!r}.")
     with open(path, 'rb') as f: head = f.read(4)
+    if path.name.endswith('.index.json'): return _read_parts(path), {}, None
     try:
         if path.suffix == '.safetensors':
             with safe_open(path, 'pt') as f: return {k: f.get_tensor(k) for k in f.keys()}, f.metadata() or {}, None
@@ -173,6 +247,15 @@ def _read(path):
                          f"({str(e).splitlines()[0][:150]}). Ask for a .safetensors file, or re-save its state dict where it came from.") from None
     except Exception as e:
         raise ValueError(f"{path} cannot be read as a checkpoint: {str(e)[:200] or type(e).__name__}. It is damaged or cut short; copy or download it again.") from e
+
+# %% ../nbs/02_models.ipynb #da23d59f
+def _read_parts(index):
+    "The tensors of weights in several files, from the index that Hugging Face writes beside them."
+    try: parts = sorted(set(json.loads(index.read_text())['weight_map'].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as e: raise ValueError(f"{index} is no index of weights ({type(e).__name__}: {e}); copy or download it again.") from e
+    if (odd := [p for p in parts if Path(p).name != p or not p.endswith('.safetensors')]): raise ValueError(f"{index} names {odd[0]!r}; parts must be .safetensors files beside it.")
+    if (gone := [p for p in parts if not (index.parent/p).is_file()]): raise ValueError(f"{index} names {len(parts)} files, and {', '.join(gone)} {'is' if len(gone) == 1 else 'are'} missing: download the folder again.")
+    return {k: v for p in parts for k, v in _read(index.parent/p)[0].items()}
 
 # %% ../nbs/02_models.ipynb #c474cf0a
 def _archive_code(path):
@@ -282,6 +365,7 @@ def load_checkpoint(path, backbone=None, positions='saved'):
     path, config = Path(path), {}
     if path.is_dir(): path, config = _hf_folder(path)
     tree, meta, quick = _read(path)
+    meta = {k: v if isinstance(v, str) else json.dumps(v) for k, v in config.get('debias_clip', {}).items()} | meta  # what transformers saves again keeps the one and loses the other
     state = _unwrap(tree, path)
     hf = 'text_model.embeddings.token_embedding.weight' in state
     state = {k: v for k, v in (_hf_to_open_clip(state) if hf else state).items() if not re.match(_ASIDE, k)}
@@ -300,10 +384,12 @@ _ASIDE = r'mask_net\.|(text\.)?attn_mask$|(input_resolution|context_length|vocab
 
 def _hf_folder(folder):
     "Weights file and config.json of a Hugging Face folder."
-    files = [folder/n for n in ('model.safetensors', 'pytorch_model.bin') if (folder/n).is_file()]
+    files = [folder/n for n in ('model.safetensors', 'model.safetensors.index.json', 'pytorch_model.bin') if (folder/n).is_file()]
     if not files or not (folder/'config.json').is_file():
-        raise ValueError(f"{folder} is not a Hugging Face CLIPModel folder: it needs config.json and model.safetensors (in one piece) or pytorch_model.bin.")
-    return files[0], json.loads((folder/'config.json').read_text())
+        raise ValueError(f"{folder} is not a Hugging Face CLIPModel folder: it needs config.json and model.safetensors (or its parts with model.safetensors.index.json) or pytorch_model.bin.")
+    config = json.loads((folder/'config.json').read_text())
+    if 'siglip' in config.get('model_type', ''): raise ValueError(f"{folder} holds a {config['model_type']} model of transformers, and those are not read back: load the checkpoint that it was exported from, or the same weights in open_clip's layout.")
+    return files[0], config
 
 def _agree(name, quick, meta, hf, path):
     "Stop where the named backbone contradicts what the file says of itself: its name, its activation, its attention heads."

@@ -12,6 +12,7 @@ import zipfile
 import open_clip
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -142,11 +143,104 @@ def test_encode_texts_is_encode_text(backbone, longest):
     assert encode_texts(model, text[:0]).shape == (0, a.shape[1])
 
 
-def test_trimming_does_less_work():
+def pairs(lengths, pads, length=248, vocab=49406):
+    "Token rows of captions of so many words behind so many pads, cut to what fits; words may be 0, which is the pad's id."
+    out = torch.zeros(len(lengths), length, dtype=torch.long)
+    for row, k, pre in zip(out, lengths, pads):
+        pre = min(pre, length - 2)
+        k = min(k, length - 2 - pre)
+        row[0], row[1 + pre:1 + pre + k], row[1 + pre + k] = 49406, torch.randint(0, vocab, (k,)), 49407
+    return out
+
+
+def text_names(model): return [n for n, p in model.named_parameters() if not n.startswith(('visual', 'logit'))]
+
+def agree(model, text):
+    "Features and the gradient of every text parameter, fast and slow."
+    a, b = model.encode_text(text), encode_texts(model, text)
+    torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
+    weights, names = torch.randn_like(a), text_names(model)
+    grads = [torch.autograd.grad((f*weights).sum(), [model.get_parameter(n) for n in names]) for f in (a, b)]
+    for name, x, y in zip(names, *grads): assert (x - y).abs().max() <= 1e-5*max(1, x.abs().max()), name
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(st.sampled_from(['tiny-clip', 'tiny-causal', 'tiny-clip-quickgelu']), st.lists(st.tuples(st.integers(0, 250), st.sampled_from([0, 0, 1, 2, 3, 20, 100, 246, 250])), min_size=1, max_size=20))
+def test_each_token_once_gives_the_same_features_and_gradients(backbone, captions):
+    agree(create_model(backbone), pairs(*zip(*captions)))
+
+
+def test_rows_that_no_tokenizer_makes():
+    model = create_model('tiny-clip')
+    text = pairs([5, 0, 30, 2, 9], [0, 246, 7, 3, 60])
+    text[0] = 0                                      # no mark at all: argmax is position 0
+    text[1, 0] = 7                                   # another first token: nothing is shared with it
+    text[2, 3] = 49407                               # an EOT among the pads
+    text[3, 1:] = torch.randint(1, 49406, (247,))    # no EOT
+    for rows in (text, text[1:], text.flip(0), text[[4, 4, 4]]): agree(model, rows)
+    torch.testing.assert_close(encode_texts(model, text[[4, 2, 4]])[0], encode_texts(model, text[[4]])[0], rtol=1e-5, atol=1e-5)
+
+
+def test_shared_pads_are_computed_once():
     model, seen = create_model('tiny-clip'), []
-    model.transformer.register_forward_pre_hook(lambda m, args: seen.append(args[0].shape[1]))
-    encode_texts(model, get_tokenizer('tiny-clip')(['a red circle', 'a'], n_pre=[0, 9]))
-    assert seen == [12]
+    model.token_embedding.register_forward_pre_hook(lambda m, args: seen.append(args[0].numel()))
+    tok, texts = get_tokenizer('tiny-clip'), ['a red circle', 'a', 'two squares and']
+    encode_texts(model, tok(texts, n_pre=[0, 9, 200]))
+    assert seen.pop() == (1 + 3 + 1) + (1 + 200) + (1 + 1) + (3 + 1)      # SOT, words, EOT; SOT and the longest prefix; words and EOT of the padded
+    encode_texts(model, tok(texts))
+    assert seen.pop() == 5 + 3 + 5 and not seen
+
+
+@pytest.mark.parametrize('backbone', ['tiny-clip', 'tiny-causal'])
+def test_layer_scale_frozen_rows_and_locked_weights(backbone):
+    model = create_model(backbone)
+    tower = getattr(model, 'text', model)
+    for block in tower.transformer.resblocks: block.ls_1, block.ls_2 = (open_clip.transformer.LayerScale(64, .3) for _ in 'ab')
+    for p in tower.transformer.resblocks[0].parameters(): p.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=.1)
+    freeze_positions(model, optimizer)
+    text, grads = pairs([30, 5, 60, 3], [0, 40, 0, 100]), []
+    for encode in (lambda t: model.encode_text(t), lambda t: encode_texts(model, t)):
+        optimizer.zero_grad()
+        encode(text).square().sum().backward()
+        assert tower.positional_embedding.grad[:20].abs().max() == 0 < tower.positional_embedding.grad[20:].abs().max()
+        grads.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    for n, g in grads[0].items(): assert (g - grads[1][n]).abs().max() <= 1e-5*max(1, g.abs().max()), n
+
+
+@pytest.mark.parametrize('change', ['hook', 'block', 'attention'])
+def test_a_tower_of_another_kind_encodes_as_open_clip_does(change):
+    model, text, seen = create_model('tiny-clip'), pairs([30, 5], [0, 40]), []
+    blocks = model.transformer.resblocks
+    want = model.encode_text(text)
+    if change == 'hook': blocks[0].mlp.register_forward_hook(lambda m, a, out: seen.append(out.shape))
+    if change == 'block': blocks[1].__class__ = type('Other', (type(blocks[1]),), dict(forward=lambda self, x, attn_mask=None: x))
+    if change == 'attention': blocks[1].attn.__class__ = type('Other', (nn.MultiheadAttention,), dict(forward=lambda self, q, *a, **k: (0*q, None)))
+    assert torch.equal(encode_texts(model, text), model.encode_text(text))
+    if change == 'hook': assert torch.equal(encode_texts(model, text), want) and seen and seen[0][1] == 248
+    else: assert not torch.allclose(encode_texts(model, text), want, atol=1e-3)
+
+
+def test_grad_checkpointing_keeps_less_and_changes_nothing():
+    model, text, kept, grads = create_model('tiny-clip'), pairs([60]*8 + [20]*8, [0]*8 + list(range(5, 165, 20))), [], []
+    for on in (False, True):
+        model.set_grad_checkpointing(on)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.numel()*(t.dtype == torch.float32)), t)[1], lambda t: t): out = encode_texts(model, text)
+        grads.append(torch.autograd.grad(out.square().sum(), [model.get_parameter(n) for n in text_names(model)]))
+        kept.append(sum(saved))
+    assert kept[1] < kept[0]/3 and all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_half_precision_stays_as_near_as_the_plain_way(dtype):
+    model, text = create_model('tiny-clip'), pairs([60, 9, 30, 4], [0, 0, 50, 120])
+    exact = model.encode_text(text, normalize=True)
+    with torch.autocast('cpu', dtype): plain, ours = model.encode_text(text, normalize=True), encode_texts(model, text, normalize=True)
+    assert (ours - exact).abs().max() < max(2*(plain - exact).abs().max(), 1e-2)
+    ours.float().square().sum().backward()
+    assert all(model.get_parameter(n).grad.isfinite().all() for n in text_names(model))
 
 
 @torch.no_grad()
@@ -550,3 +644,42 @@ def test_transforms_are_the_backbones_own():
         assert abs(M.image_transform_v2(settings, is_train=False)(Image.new('RGB', (60, 30), (128,) * 3))[0, 5, 5].item() - grey) < 1e-4
     model, train, evaluate = create_model_and_transforms('scenes-siglip', keep=8)
     assert train(Image.new('L', (60, 80))).shape == evaluate(Image.new('RGBA', (60, 80))).shape == (3, 48, 48)
+
+
+def test_a_text_tower_called_alone_refuses_a_wrong_length():
+    model = create_model('tiny-siglip')
+    with pytest.raises(ValueError, match='context_length=196'): model.text(torch.ones(2, 64, dtype=torch.long))
+    assert model.text(torch.ones(2, 196, dtype=torch.long)).shape == (2, 16)
+    assert copy.deepcopy(model).text(torch.ones(2, 196, dtype=torch.long)).shape == (2, 16)
+
+
+def in_parts(folder, whole):
+    "The weights of a Hugging Face folder in three files, as its own `save_pretrained` shards them."
+    state = {}
+    with safe_open(whole, 'pt') as f: state = {k: f.get_tensor(k) for k in f.keys()}
+    where = {k: f'model-{i % 3 + 1:05d}-of-00003.safetensors' for i, k in enumerate(sorted(state))}
+    for part in set(where.values()): save_file({k: v for k, v in state.items() if where[k] == part}, folder/part)
+    (folder/'model.safetensors.index.json').write_text(json.dumps(dict(metadata=dict(total_size=1), weight_map=where)))
+    whole.unlink()
+    return where
+
+
+def test_a_hugging_face_folder_in_parts(tmp_path):
+    from transformers import CLIPConfig, CLIPModel
+    part = dict(hidden_size=64, intermediate_size=256, num_attention_heads=1, hidden_act='quick_gelu')
+    CLIPModel(CLIPConfig(projection_dim=16, text_config=part | dict(num_hidden_layers=2, max_position_embeddings=248, vocab_size=49408, eos_token_id=49407),
+                         vision_config=part | dict(num_hidden_layers=1, image_size=16, patch_size=8))).save_pretrained(tmp_path)
+    whole = load_checkpoint(tmp_path, 'tiny-clip-quickgelu').state_dict()
+    where = in_parts(tmp_path, tmp_path/'model.safetensors')
+    again = load_checkpoint(tmp_path, 'tiny-clip-quickgelu').state_dict()
+    assert whole.keys() == again.keys() and all(torch.equal(v, again[k]) for k, v in whole.items())
+    index = tmp_path/'model.safetensors.index.json'
+    for bad, message in ((dict(weight_map={'a': '../../model.safetensors'}), 'must be .safetensors files beside it'), (dict(weight_map={'a': 'weights.bin'}), 'must be'), ({}, 'no index of weights'), (dict(weight_map=where | {'b': 'gone.safetensors'}), 'gone.safetensors is missing')):
+        index.write_text(json.dumps(bad))
+        with pytest.raises(ValueError, match=message): load_checkpoint(tmp_path, 'tiny-clip-quickgelu')
+
+
+def test_a_siglip_folder_of_transformers_is_refused_with_its_reason(tmp_path):
+    (tmp_path/'config.json').write_text(json.dumps(dict(model_type='siglip')))
+    save_file({'logit_scale': torch.zeros(1)}, tmp_path/'model.safetensors')
+    with pytest.raises(ValueError, match='siglip model of transformers, and those are not read back'): load_checkpoint(tmp_path)
