@@ -8,6 +8,7 @@ __all__ = ['encode_images', 'encode_rows', 'encode_captions', 'ranks', 'recall_a
 
 # %% ../nbs/06_retrieval.ipynb #1c34ac1b
 import hashlib, math
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -18,34 +19,38 @@ from .data import load_image
 from .models import encode_texts
 
 # %% ../nbs/06_retrieval.ipynb #81b7ff6d
-@torch.inference_mode()
+@contextmanager
+def _evaluating(model):
+    "The model in evaluation mode, and as it was afterwards, also after an error."
+    training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode(): yield
+    finally: model.train(training)
+
 def encode_images(model, records, transform, batch_size=128):
     """Image features of a data set.
 
     model: from `models`; records: `data.Records`; transform: for files, of a PIL image; for an array of images, of a uint8 batch [b, H, W, 3].
     Returns float32 [n, embed_dim] on the CPU, of unit length. Raises ImageError naming an image that cannot be read.
     """
-    device, parts, images, training = next(model.parameters()).device, [], records.images, model.training
-    model.eval()
-    for start in range(0, len(images), batch_size):
-        index = range(start, min(start + batch_size, len(images)))
-        batch = transform(images[start:start + batch_size]) if isinstance(images, np.ndarray) else torch.stack([transform(load_image(images[i])) for i in index])
-        parts.append(F.normalize(model.encode_image(batch.to(device)).float(), dim=-1).cpu())
-    model.train(training)
+    device, parts, images = next(model.parameters()).device, [], records.images
+    with _evaluating(model):
+        for start in range(0, len(images), batch_size):
+            index = range(start, min(start + batch_size, len(images)))
+            batch = transform(images[start:start + batch_size]) if isinstance(images, np.ndarray) else torch.stack([transform(load_image(images[i])) for i in index])
+            parts.append(F.normalize(model.encode_image(batch.to(device)).float(), dim=-1).cpu())
     return torch.cat(parts)
 
-@torch.inference_mode()
 def encode_rows(model, tok, rows, batch_size=128):
     """Text features of token rows.
 
     model: from `models`; tok: its `tokens.Tokenizer`; rows: int64 [n, context_length]. Returns float32 [n, embed_dim] on the CPU, of unit length, in the order of the rows.
     """
-    device, training = next(model.parameters()).device, model.training
+    device = next(model.parameters()).device
     rows, which = rows.unique(dim=0, return_inverse=True)   # the same text in two batches may differ in the last bit, and would no longer tie
     order = (rows != tok.pad).sum(1).argsort(stable=True)
-    model.eval()
-    parts = [encode_texts(model, rows[i].to(device), normalize=True).float().cpu() for i in order.split(batch_size)]
-    model.train(training)
+    with _evaluating(model): parts = [encode_texts(model, rows[i].to(device), normalize=True).float().cpu() for i in order.split(batch_size)]
     return torch.cat(parts)[order.argsort()][which]
 
 def encode_captions(model, tok, texts, batch_size=128):
@@ -179,13 +184,13 @@ def seed_interval(values):
     return float(v.mean()), float(v.mean() - half), float(v.mean() + half)
 
 # %% ../nbs/06_retrieval.ipynb #4701d1df
-def protocol_card(records, tok, texts):
+def protocol_card(records, tok, texts, rule="the whole caption"):
     """How a number was measured, as a dict of plain data.
 
-    records: `data.Records`; tok: the `tokens.Tokenizer`, at the length it was used; texts: the list of str that was encoded.
+    records: `data.Records`; tok: the `tokens.Tokenizer`, at the length it was used; texts: the list of str that was encoded; rule: how they were made of the captions.
     """
     n = np.array([len(tok.encode(t)) for t in texts])
-    return {"data": records.name, "captions": records.protocol, "images": len(records), "texts": len(texts), "context length": tok.context_length,
+    return {"data": records.name, "captions": records.protocol, "images": len(records), "texts": len(texts), "text": rule, "context length": tok.context_length,
             "truncated texts": int((n > tok.room).sum()), "precision": "float32", "ties": "count against the model", "splitter": records.splitter}
 
 # %% ../nbs/06_retrieval.ipynb #5126f359

@@ -184,7 +184,7 @@ def scene_records(split="train", n=None, text="long", author="own"):
     """
     for what, given, known in (("split", split, _SPLITS), ("author", author, AUTHORS), ("text", text, ("long", "short"))):
         if given not in known: raise ValueError(f"The offline world has no {what} {given!r}; there is {', '.join(known)}.")
-    scenes, images = _pictures(split, n or _SPLITS[split][0])
+    scenes, images = _pictures(split, _SPLITS[split][0] if n is None else n)
     rng = lambda what, i: random.Random(f"{split} {what} {i}")
     index = range(len(scenes))
     captions = [long_caption(scenes, i, rng(author, i), AUTHORS[author]) for i in index] if text == "long" else [[short_caption(scenes, i, rng(f"short {author}", i), AUTHORS[author])] for i in index]
