@@ -4,31 +4,37 @@
 
 # %% auto #0
 __all__ = ['TrainConfig', 'config_dict', 'model_key', 'arm_config', 'starting_model', 'training_records', 'build_model',
-           'images_transform', 'lr_at', 'last_checkpoint', 'Trained', 'train', 'main', 'read_config']
+           'images_transform', 'lr_at', 'last_checkpoint', 'Stopped', 'Watch', 'watched_recall', 'Trained', 'train',
+           'live_plot', 'main', 'read_config']
 
 # %% ../nbs/07_train.ipynb #5c1ca440
-import dataclasses, hashlib, json, math, os, shutil, sys, time, warnings
+import dataclasses, hashlib, json, math, os, shutil, signal, sys, threading, time, warnings
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import yaml
+from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
 from . import scenes
-from .captions import RECIPES
-from .data import GlobalBatches, Normalize, PairDataset, TextStore, load_records, make_loader, read_records
-from .keys import code_hash, content_key
-from .losses import DualCaptionLoss, NonFiniteFeatures
+from .captions import RECIPES, min_sentences, permute, sample_rng
+from .data import GlobalBatches, Normalize, PairDataset, is_own, load_records, make_loader, read_records, select, text_store
+from .keys import code_hash, content_key, file_hash
+from .losses import DualCaptionLoss, NonFiniteFeatures, _from_all
 from .models import create_model_and_transforms, encode_texts, freeze_positions, save_checkpoint
-from .results import write_atomically
-from .tokens import get_tokenizer, text_family
+from .results import foreseen, write_atomically
+from .retrieval import encode_captions, encode_images, recall_at_k
+from .tokens import get_tokenizer, model_config, stretched_length, text_family
 
 # %% ../nbs/07_train.ipynb #f6e8ecbe
 @dataclass(frozen=True)
@@ -42,7 +48,9 @@ class TrainConfig:
     short_weight (λ_s), pca_dim, pca_scope, label_smoothing: as in `losses.DualCaptionLoss`; the loss family is the backbone's.
     epochs, batch_size (over all processes), lr, weight_decay, betas, eps, warmup (steps): AdamW, linear warm-up, cosine to 0.
     logit_scale: what the scale starts from, before exp (None: as in `init`). seed: of weights, order and draws.
-    precision: "auto" (bfloat16 where the device has it), "bf16" or "fp32". save_every: steps between checkpoints (None: at the end of each epoch).
+    precision: "auto" (bfloat16 where the device has it), "bf16", "fp16" (with a loss scaler) or "fp32"; weights, loss and PCA stay in float32. save_every: steps between checkpoints (None: at the end of each epoch).
+    grad_checkpointing, micro_batch, freeze_image: less memory, see "Memory": layers are computed again in the backward pass; samples a rank that are encoded at a time
+    (None: all of its batch); the image tower stays as it is and every picture is encoded once.
     Raises ValueError for a value that cannot be meant. Source: the paper's "Training", Long-CLIP's code where it is silent.
     """
     data: str = "sharegpt4v"
@@ -68,34 +76,70 @@ class TrainConfig:
     seed: int = 0
     precision: str = "auto"
     save_every: int | None = None
+    grad_checkpointing: bool = False
+    micro_batch: int | None = None
+    freeze_image: bool = False
 
-    def __post_init__(self):
-        if isinstance(self.init, dict): object.__setattr__(self, "init", TrainConfig.from_dict(self.init))
-        object.__setattr__(self, "betas", tuple(self.betas))
-        _check_config(self)
-
-    @classmethod
-    def from_dict(cls, fields):
-        "A configuration from plain data. Raises ValueError naming a field that is not there."
-        known = [f.name for f in dataclasses.fields(cls)]
-        if (wrong := [k for k in fields if k not in known]): raise ValueError(f"TrainConfig has no field {', '.join(map(repr, wrong))}; its fields are {', '.join(known)}.")
-        return cls(**fields)
+    def __post_init__(self): _put_right(self)
 
 # %% ../nbs/07_train.ipynb #46be4be4
+_NUMBERS = ("lr", "weight_decay", "eps", "short_weight", "label_smoothing")
+_WHOLE = {"epochs": 1, "batch_size": 1, "warmup": 0, "pca_dim": 1, "seed": 0, "keep": 0}
+_WHOLE_OR_NONE = ("save_every", "context_length", "micro_batch")
+
+def _is_whole(value, least): return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_number(value): return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+def _put_right(c):
+    "One form for what can be written in several, checked."
+    put = lambda name, value: object.__setattr__(c, name, value)
+    if isinstance(c.init, dict): put("init", TrainConfig.from_dict(c.init))
+    for name in ("data", "root", "init"):
+        if isinstance(getattr(c, name), Path): put(name, str(getattr(c, name)))
+    if isinstance(c.betas, list): put("betas", tuple(c.betas))
+    _check_config(c)
+    for name in _NUMBERS: put(name, float(getattr(c, name)))   # 0 and 0.0 are one setting, and make one model
+
+def _from_dict(cls, fields):
+    "A configuration from plain data. Raises ValueError naming a field that is not there."
+    known = [f.name for f in dataclasses.fields(cls)]
+    if (wrong := [k for k in fields if k not in known]): raise ValueError(f"TrainConfig has no field {', '.join(map(repr, wrong))}; its fields are {', '.join(known)}.")
+    return cls(**fields)
+
+TrainConfig.from_dict = classmethod(_from_dict)
+
 def _check_config(c):
     "Raises ValueError for a value that cannot be meant."
-    whole = {"epochs": 1, "batch_size": 1, "warmup": 0, "pca_dim": 1, "seed": 0}
-    for name, least in whole.items():
-        value = getattr(c, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least: raise ValueError(f"{name} must be a whole number, {least} or more, not {value!r}.")
-    for name in ("lr", "weight_decay", "eps", "short_weight", "label_smoothing"):
+    for name, least in _WHOLE.items():
+        if not _is_whole(getattr(c, name), least): raise ValueError(f"{name} must be a whole number, {least} or more, not {getattr(c, name)!r}.")
+    for name in _WHOLE_OR_NONE:
+        if not (getattr(c, name) is None or _is_whole(getattr(c, name), 1)): raise ValueError(f"{name} must be a whole number, 1 or more, or none (null), not {getattr(c, name)!r}.")
+    for name in _NUMBERS:
         value = getattr(c, name)
         if isinstance(value, str): raise ValueError(f"{name}={value!r} is text: YAML reads 1e-6 so; write 1.0e-6.")
-        if not (math.isfinite(value) and value >= 0): raise ValueError(f"{name} must be a number, 0 or more, not {value!r}.")
+        if not (_is_number(value) and value >= 0): raise ValueError(f"{name} must be a number, 0 or more, not {value!r}.")
+    if not (isinstance(c.betas, tuple) and len(c.betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in c.betas)): raise ValueError(f"betas must be two numbers, 0 or more and below 1, not {c.betas!r}.")
+    if not (c.logit_scale is None or _is_number(c.logit_scale)): raise ValueError(f"logit_scale must be a number or none (null), not {c.logit_scale!r}.")
+    for name in ("grad_checkpointing", "freeze_image"):
+        if not isinstance(getattr(c, name), bool): raise ValueError(f"{name} must be true or false, not {getattr(c, name)!r}.")
     if c.recipe is not None and c.recipe not in RECIPES: raise ValueError(f"There is no recipe {c.recipe!r}; there are {', '.join(RECIPES)}, or none (null) for long captions alone.")
     if c.recipe is None and c.short_weight: raise ValueError(f"Without a recipe there is no short caption: short_weight must be 0, not {c.short_weight}.")
-    if c.precision not in ("auto", "bf16", "fp32"): raise ValueError(f'precision must be "auto", "bf16" or "fp32", not {c.precision!r}.')
-    if c.short_weight and c.batch_size <= c.pca_dim: raise ValueError(f"A batch of {c.batch_size} has at most {c.batch_size - 1} principal components: pca_dim={c.pca_dim} needs a batch_size of {c.pca_dim + 1} or more, on every rank for pca_scope='local'.")
+    if c.precision not in ("auto", "bf16", "fp16", "fp32"): raise ValueError(f'precision must be "auto", "bf16", "fp16" or "fp32", not {c.precision!r}.')
+    _check_model(c)
+
+# %% ../nbs/07_train.ipynb #8d3c444e
+def _criterion(c): return DualCaptionLoss(c.short_weight, c.pca_dim, c.label_smoothing, "softmax" if text_family(c.backbone) == "clip" else "sigmoid", c.pca_scope)
+
+def _check_model(c):
+    "Raises ValueError for what does not fit the backbone or the loss, so that no pre-training is spent on it."
+    model, _ = model_config(c.backbone), _criterion(c)
+    base = model["text_cfg"].get("context_length", 77)
+    stretched_length(base, c.keep)
+    if c.context_length is not None and c.context_length < base: raise ValueError(f"context_length={c.context_length} is shorter than the {base} positions of {c.backbone}: a table can be stretched, not cut.")
+    if isinstance(c.init, TrainConfig) and c.init.backbone != c.backbone: raise ValueError(f"backbone {c.backbone} cannot start from a model trained as {c.init.backbone}: name the same backbone in init.")
+    if not c.short_weight: return
+    if c.batch_size <= c.pca_dim: raise ValueError(f"A batch of {c.batch_size} has at most {c.batch_size - 1} principal components: pca_dim={c.pca_dim} needs a batch_size of {c.pca_dim + 1} or more, on every rank for pca_scope='local'.")
+    if c.pca_dim > model["embed_dim"]: raise ValueError(f"The features of {c.backbone} have {model['embed_dim']} dimensions and no {c.pca_dim} components: take a pca_dim below {model['embed_dim']}.")
 
 # %% ../nbs/07_train.ipynb #c46ccb4d
 def config_dict(config):
@@ -103,11 +147,22 @@ def config_dict(config):
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 @lru_cache
-def _code(): return code_hash(["train"])
+def _code(): return code_hash(["train"], without=["retrieval"])   # which watches and changes nothing
+
+def _content(config):
+    "The configuration with what its paths hold in place of the paths: a file that changes makes another model, a file that moves does not."
+    init, table = config.init, _own_table(config.data)
+    given = config_dict(config) | {"data": f"table {file_hash(table)}"} if table else config_dict(config)
+    if isinstance(init, TrainConfig): return given | {"init": _content(init)}
+    return given | {"init": f"file {file_hash(init)}"} if init is not None and Path(init).exists() else given
+
+def _own_table(data):
+    "The table of captions that `data` names by path, or None."
+    return next((p for p in (Path(data), Path(data)/"captions.csv", Path(data)/"captions.jsonl") if data != "scenes" and p.is_file()), None)
 
 def model_key(config):
-    "Short name (12 hex digits) of what `train(config)` makes: a hash of the configuration and of the code from captions to train."
-    return content_key(config=config_dict(config), code=_code())
+    "Short name (12 hex digits) of what `train(config)` makes: a hash of the configuration, of the files it names and of the code from captions to train."
+    return content_key(config=_content(config), code=_code())
 
 # %% ../nbs/07_train.ipynb #90ce0e6c
 def arm_config(finetuning, pretraining, seed, arm):
@@ -129,7 +184,7 @@ def starting_model(config, models):
 def _records(data, root, options):
     options = json.loads(options)
     if data == "scenes": return scenes.scene_records(**options)
-    if Path(data).exists(): return read_records(data, root=root, **options)
+    if is_own(data): return read_records(data, root=root, **options)
     return load_records(data, root, **options)
 
 def training_records(config):
@@ -146,6 +201,9 @@ def build_model(config, models):
     init = str(train(config.init, models).weights) if isinstance(config.init, TrainConfig) else config.init
     model, _, transform = create_model_and_transforms(config.backbone, init, config.context_length, config.keep)
     if config.logit_scale is not None: nn.init.constant_(model.logit_scale, config.logit_scale)
+    if text_family(config.backbone) == "clip" and getattr(model, "logit_bias", None) is not None: model.logit_bias.requires_grad_(False)   # InfoNCE has none: nothing to learn, nothing to decay
+    if config.freeze_image: model.lock_image_tower(freeze_bn_stats=True)
+    if config.grad_checkpointing: model.set_grad_checkpointing()
     return model, transform, get_tokenizer(config.backbone, model.context_length)
 
 def images_transform(records, model, transform):
@@ -161,24 +219,37 @@ def lr_at(step, config, steps):
 
 # %% ../nbs/07_train.ipynb #dbd07080
 class _Towers(nn.Module):
-    "A model as the trainer calls it: a batch in, normalised features and the scale out."
-    def __init__(self, model):
+    """A model as the trainer calls it: a batch in, normalised features and the scale out.
+
+    micro_batch: samples encoded at a time; with fewer than the batch has, activations are not kept but computed again, part by part, in the backward pass.
+    """
+    def __init__(self, model, micro_batch=None, freeze_image=False):
         super().__init__()
-        self.model = model
+        self.model, self.micro_batch, self.freeze_image = model, micro_batch, freeze_image
 
     def forward(self, batch):
         model, n = self.model, len(batch["image"])
-        texts = torch.cat([batch[k] for k in ("long", "short") if k in batch])
-        image, text = F.normalize(model.encode_image(batch["image"]), dim=-1), encode_texts(model, texts, normalize=True)
-        short = text[n:] if "short" in batch else None
-        return image.float(), text[:n].float(), None if short is None else short.float(), model.logit_scale.exp(), getattr(model, "logit_bias", None)
+        step = min(self.micro_batch or n, n)
+        parts = [{k: v[at:at + step] for k, v in batch.items()} for at in range(0, n, step)]
+        encoded = [self._encode(p) if len(parts) == 1 else recomputed(self._encode, p, use_reentrant=False) for p in parts]
+        image, long, short = (torch.cat(x) if torch.is_tensor(x[0]) else None for x in zip(*encoded))
+        return image, long, short, model.logit_scale.exp(), getattr(model, "logit_bias", None)
+
+    def _encode(self, batch):
+        n, texts = len(batch["image"]), torch.cat([batch[k] for k in ("long", "short") if k in batch])
+        image = batch["image"] if self.freeze_image else F.normalize(self.model.encode_image(batch["image"]), dim=-1)
+        text = encode_texts(self.model, texts, normalize=True)
+        return image.float(), text[:n].float(), text[n:].float() if "short" in batch else None
 
 # %% ../nbs/07_train.ipynb #fb484ad7
-def _bf16(device, precision):
-    "Whether to compute in bfloat16."
-    if precision != "auto": return precision == "bf16"
-    if device.type == "cuda": return torch.cuda.is_bf16_supported(including_emulation=False)
-    return any(getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+def _half(device, precision):
+    "The type to compute in where it is not float32, or None."
+    if precision == "fp16": return torch.float16
+    if precision != "auto": return torch.bfloat16 if precision == "bf16" else None
+    fast = torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else any(getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return torch.bfloat16 if fast else None
+
+def _scaler(device, precision): return torch.amp.GradScaler(device.type, enabled=precision == "fp16")
 
 def _attention(device):
     "Attention kernels for training on a device."
@@ -198,7 +269,7 @@ def _moments(model, optimizer):
     return {f"{names[p]}:{k}": v.detach().cpu().contiguous() for p, state in optimizer.state.items() for k, v in state.items()}
 
 def _save_step(folder, model, optimizer, state, keep=2):
-    "One checkpoint, whole or not at all; older ones than the last `keep` go."
+    "One checkpoint, whole or not at all; of the older ones the last `keep` - 1 stay. One of a later step is a damaged one that the run did not resume from."
     name = f"step-{state['step']:07d}"
     final, beside = folder/name, folder/f"{name}.tmp"
     shutil.rmtree(beside, ignore_errors=True)
@@ -212,13 +283,16 @@ def _save_step(folder, model, optimizer, state, keep=2):
     os.replace(beside, final)
     _sync(folder)
     write_atomically(folder/"last.json", json.dumps({"checkpoint": name}))
-    for old in sorted(p for p in folder.glob("step-*") if p.is_dir() and p.suffix != ".tmp")[:-keep]: shutil.rmtree(old)
+    others = sorted(p for p in folder.glob("step-*") if p.is_dir() and p.suffix != ".tmp" and p != final)
+    older = [p for p in others if p.name < name]
+    for gone in [p for p in others if p.name > name] + older[:len(older) - keep + 1]: shutil.rmtree(gone)
 
 # %% ../nbs/07_train.ipynb #1d04efa6
 def _damage(checkpoint):
     "What is wrong with a checkpoint folder, or None."
     try: state = json.loads((checkpoint/"state.json").read_text())
     except (OSError, ValueError) as e: return f"its state.json cannot be read ({e})"
+    if not (isinstance(state, dict) and isinstance(state.get("step"), int) and isinstance(state.get("sha256"), dict)): return "its state.json is not what was saved"
     for name, sha in state["sha256"].items():
         if not (checkpoint/name).is_file(): return f"{name} is missing"
         if _digest(checkpoint/name) != sha: return f"{name} is not what was saved"
@@ -239,11 +313,13 @@ def _resume(checkpoint, model, optimizer):
     params = dict(model.named_parameters())
     for key, value in saved.items():
         name, _, what = key.rpartition(":")
-        state.setdefault(params[name], {})[what] = value if what == "step" else value.to(params[name].device)
+        state.setdefault(params[name], {})[what] = value.to(params[name].device)
     optimizer.state.update(state)
     return json.loads((checkpoint/"state.json").read_text())
 
 # %% ../nbs/07_train.ipynb #905dfe85
+_PATIENCE = timedelta(minutes=10)   # for an exchange between ranks, a checkpoint or a validation of the first rank included
+
 def _rank_and_world(): return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 class _Group:
@@ -251,39 +327,163 @@ class _Group:
     def __enter__(self):
         self.ours = "WORLD_SIZE" in os.environ and int(os.environ["WORLD_SIZE"]) > 1 and not dist.is_initialized()
         if torch.cuda.is_available(): torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        if self.ours: dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        if self.ours: dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_PATIENCE)
 
     def __exit__(self, *error):
         if self.ours: dist.destroy_process_group()
 
 def _device(): return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
+def _on_any(here):
+    "Whether something holds on any rank; each rank gets the same answer."
+    if _rank_and_world()[1] == 1: return here
+    held = torch.tensor(int(here))
+    dist.all_reduce(held, dist.ReduceOp.MAX)
+    return bool(held)
+
+def _parallel(towers, device):
+    "The towers as DistributedDataParallel, with sums that do not depend on what a process did before."
+    ddp = nn.parallel.DistributedDataParallel(towers, device_ids=[device] if device.type == "cuda" else None)
+    if _rank_and_world()[1] > 2: ddp.register_comm_hook(None, _mean_in_rank_order)
+    return ddp
+
+def _mean_in_rank_order(_, bucket):
+    "A bucket of gradients, each the mean over ranks, added up in the order of ranks (a hook of DistributedDataParallel)."
+    g, world = bucket.buffer(), _rank_and_world()[1]
+    sent = F.pad(g, (0, -len(g) % world))
+    parts = torch.empty_like(sent)
+    dist.all_to_all_single(parts, sent)
+    total, *others = parts.view(world, -1)
+    for part in others: total = total + part
+    done = torch.futures.Future(devices=[g.device] if g.is_cuda else [])
+    done.set_result(_from_all(total/world).flatten()[:len(g)])
+    return done
+
+# %% ../nbs/07_train.ipynb #9a2dfb9d
+class Stopped(Exception):
+    "Training ended at a checkpoint because the process was told to (SIGTERM)."
+
+class _Warning:
+    "Notes SIGTERM while it is entered, in place of dying of it. Python tells signals to the main thread only; elsewhere nothing is noted."
+    def __enter__(self):
+        self.given, self.listening = False, threading.current_thread() is threading.main_thread()
+        if self.listening: self.before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def _note(self, *_): self.given = True
+
+    def __exit__(self, *error):
+        if self.listening: signal.signal(signal.SIGTERM, self.before)
+
 # %% ../nbs/07_train.ipynb #2f6a813b
 class _Log:
-    "Progress bar, TensorBoard scalars and log.jsonl of the first rank; silent on the others."
-    def __init__(self, folder, config, steps, start, rank):
-        self.on, self.config = rank == 0, config
+    "Progress bar, TensorBoard scalars and log.jsonl, means over ranks, written by the first; silent on the others."
+    def __init__(self, folder, config, steps, start, rank, listen):
+        self.on, self.config, self.last, self.listen = rank == 0, config, steps, listen
         if not self.on: return
         from torch.utils.tensorboard import SummaryWriter
         self.tensorboard, self.lines = SummaryWriter(folder/"tensorboard", purge_step=start), open(folder/"log.jsonl", "a", encoding="utf-8")
+        if self.lines.tell() and not (folder/"log.jsonl").read_bytes().endswith(b"\n"): self.lines.write("\n")   # the last line was cut by a kill
         self.bar = tqdm(total=steps, initial=start, unit="step", desc=f"{config.backbone} {config.recipe or 'pre-training'} {model_key(config)}",
                         mininterval=0.5 if sys.stderr.isatty() else 20, maxinterval=60, leave=sys.stderr.isatty(), dynamic_ncols=True)
         self.seconds, self.steps = time.perf_counter(), 0
 
     def step(self, step, losses, model, lr, every=10):
         "After each step; numbers leave the device every `every` steps only, since reading them waits for it."
+        if self.on: self.bar.update(); self.steps += 1
+        if step % every and step != self.last: return
+        losses = _mean_over_ranks(losses)
         if not self.on: return
-        self.bar.update(); self.steps += 1
-        if step % every and step != self.bar.total: return
-        now = time.perf_counter()
+        now, world = time.perf_counter(), _rank_and_world()[1]
         rate, self.seconds, self.steps = self.steps*self.config.batch_size/(now - self.seconds), now, 0
-        row = {k: float(v) for k, v in losses.items()} | {"chance": math.log(self.config.batch_size), "logit_scale": float(model.logit_scale.detach().exp()), "lr": lr, "images_per_s": rate}
+        row = losses | {"chance": math.log(self.config.batch_size), "logit_scale": float(model.logit_scale.detach().exp()), "lr": lr, "images_per_s": rate, "images_per_s_rank": rate/world} | _memory()
         self.bar.set_postfix_str(f"{rate:.0f} images/s, loss {row['loss']:.3f} (chance {row['chance']:.2f}), scale {row['logit_scale']:.1f}", refresh=False)
+        self.write(step, row)
+
+    def write(self, step, row):
+        "A row of numbers (dict) to the log, to TensorBoard and to who listens."
         for k, v in row.items(): self.tensorboard.add_scalar(k, v, step)
         self.lines.write(json.dumps({"step": step} | row) + "\n"); self.lines.flush()
+        for hear in self.listen: hear({"step": step} | row)
 
-    def close(self):
+    def __enter__(self): return self
+    def __exit__(self, *error):
         if self.on: self.bar.close(); self.tensorboard.close(); self.lines.close()
+
+# %% ../nbs/07_train.ipynb #2998e613
+def _mean_over_ranks(losses):
+    "Losses (dict of scalar tensors) as floats, each the mean over ranks."
+    values = torch.stack(list(losses.values()))
+    if _rank_and_world()[1] > 1: dist.all_reduce(values)
+    return dict(zip(losses, (values/_rank_and_world()[1]).tolist()))
+
+def _memory():
+    "Peak memory of this rank in GiB, of its GPU or of the process; nothing where the system does not tell."
+    if torch.cuda.is_available(): return {"memory_gib": torch.cuda.max_memory_allocated()/2**30}
+    try: import resource
+    except ImportError: return {}
+    return {"memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/2**(30 if sys.platform == "darwin" else 20)}
+
+def _write_samples(folder, data, keys):
+    "The first samples of a batch as text: both captions as they are trained on, and the pads before the short one."
+    rows, tok = data.texts(keys), data.store.tokenizer
+    with open(folder/"samples.jsonl", "w", encoding="utf-8") as f:
+        for row, (epoch, i) in enumerate(keys):
+            caption = data.records.captions[i]
+            sample = {"sample": data.records.label(i), "long": data.records.text(caption)}
+            if data.recipe is not None:
+                lead = rows["short"][row].tolist()[tok.sot is not None:]
+                sample |= {"short": data.records.text(data.recipe(caption, sample_rng(data.seed, epoch, i))), "n_pre": next((k for k, t in enumerate(lead) if t != tok.pad), len(lead))}
+            f.write(json.dumps(sample, ensure_ascii=False) + "\n")
+
+# %% ../nbs/07_train.ipynb #33083ce6
+@dataclass(frozen=True)
+class Watch:
+    """Retrieval on a validation set while training. every: steps between two looks (and one at the end); data, root, options: as `data`, `root` and `data_options` of `TrainConfig`;
+    n: how many of its samples, the first ones (None: all)."""
+    every: int
+    data: str
+    root: str | None = None
+    options: dict = field(default_factory=dict)
+    n: int | None = 1000
+
+    def records(self):
+        records = _records(self.data, self.root, json.dumps(self.options, sort_keys=True))
+        return records if self.n is None or len(records) <= self.n else select(records, range(self.n))
+
+_WATCHED = ("full", "move", "remove")
+
+def watched_recall(model, transform, tok, records):
+    """Recall@1 both ways, in percent, of the whole captions, under Move and Remove, and of the short ones.
+
+    model, transform, tok: as `build_model` returns them; records: `data.Records`. Returns dict of floats: "whole t2i R@1", "whole i2t R@1", "move …", "remove …", "short …".
+    Without two captions of four sentences there is no Move and no Remove, and whole is of all captions.
+    """
+    images = encode_images(model, records, images_transform(records, model, transform))
+    enough = [i for i, c in enumerate(records.captions) if len(c) >= max(map(min_sentences, _WATCHED))]
+    hows, chosen = (_WATCHED, enough) if len(enough) > 1 else (("full",), list(range(len(records))))
+    out = {}
+    def measure(name, features, texts, of): out.update({f"{name} {way} R@1": v for way, v in zip(("t2i", "i2t"), recall_at_k(features, encode_captions(model, tok, texts), of, (1,)).values())})
+    for how in hows: measure("whole" if how == "full" else how, images[chosen], [records.text(permute(records.captions[i], how)) for i in chosen], range(len(chosen)))
+    if records.short is not None: measure("short", images, [t for several in records.short for t in several], [i for i, several in enumerate(records.short) for _ in several])
+    return out
+
+class _Watcher:
+    "Looks when it is time, on the first rank, and keeps the best weights."
+    def __init__(self, watch, folder, model, transform, tok, log):
+        self.watch, self.folder, self.parts, self.log = watch, folder, (model, transform, tok), log
+        if watch is None or not log.on: return
+        self.records, file = watch.records(), folder/"best.json"
+        self.best = json.loads(file.read_text())["value"] if file.is_file() else -1.
+
+    def __call__(self, step):
+        if self.watch is None or not self.log.on or (step % self.watch.every and step != self.log.last): return
+        with torch.random.fork_rng(): row = watched_recall(*self.parts, self.records)
+        self.log.write(step, row)
+        if (value := row["whole t2i R@1"]) > self.best:
+            self.best = value
+            save_checkpoint(self.parts[0], self.folder/"best.safetensors", step=step, **row)
+            write_atomically(self.folder/"best.json", json.dumps({"step": step, "value": value, "of": "whole t2i R@1"}))
 
 # %% ../nbs/07_train.ipynb #7d5a6eca
 @dataclass(frozen=True)
@@ -305,78 +505,163 @@ class Trained:
         return model.eval(), transform, get_tokenizer(c.backbone, model.context_length)
 
     def log(self):
-        "What was logged, a list of dicts: step, loss, long, short, chance, logit_scale, lr, images_per_s."
-        rows = {(r := json.loads(line))["step"]: r for line in (self.folder/"log.jsonl").read_text().splitlines()}
+        "What was logged, a list of dicts: step, loss, long, short, chance, logit_scale, lr, images_per_s, images_per_s_rank, memory_gib, and what a `Watch` saw."
+        rows = {}
+        for line in (self.folder/"log.jsonl").read_text(encoding="utf-8").splitlines():
+            try: row = json.loads(line)
+            except ValueError: continue   # a kill cut it; the resumed run logged the step again
+            rows[row["step"]] = rows.get(row["step"], {}) | row
         return [rows[s] for s in sorted(rows)]
 
 # %% ../nbs/07_train.ipynb #592029b3
-def train(config, models="models", workers=0):
+def train(config, models="models", workers=0, watch=None, listen=()):
     """Train a model, or find it where it has been trained before; resumes from its last whole checkpoint after a kill.
 
     config: `TrainConfig`. models: folder in which each model has a folder named by its key. workers: processes a rank that load images (0: none), which
-    change nothing but speed. Under torchrun every process calls it. Returns `Trained`.
-    Raises ValueError for a configuration that does not fit its data or the number of processes, before any work.
+    change nothing but speed. watch: a `Watch`, retrieval while training. listen: functions called on the first rank with each row (dict) that is logged, such as `live_plot()`.
+    Under torchrun every process calls it. Returns `Trained`. Raises Stopped at a checkpoint after SIGTERM.
+    Raises ValueError for a configuration that does not fit its data or the number of processes, a folder that cannot be written, a model that another run is training: before any work.
     """
     with _Group():
         key = model_key(config)
         done = Trained(key, Path(models)/key, config)
-        if not done.weights.exists(): _fit(config, done.folder, models, workers)
+        if not done.weights.exists(): _fit_alone(config, done, models, workers, watch, listen)
         if dist.is_initialized(): dist.barrier()
     return done
 
 # %% ../nbs/07_train.ipynb #e07b434d
-def _fit(config, folder, models, workers):
-    (rank, world), device = _rank_and_world(), _device()
+def _fit_alone(config, done, *how):
+    "Trains, unless another run does or just did."
+    _check_world(config)
+    if _rank_and_world()[0]: return _fit(config, done.folder, *how)
+    try: done.folder.mkdir(parents=True, exist_ok=True); (done.folder/".probe").touch(); (done.folder/".probe").unlink()
+    except OSError as e: raise ValueError(f"The models folder {done.folder.parent} cannot be written to ({e}): make it writable, or name another (models, --models).") from None
+    lock = FileLock(done.folder/"lock", timeout=0)
+    try: lock.acquire()
+    except Timeout: raise ValueError(f"Another run is training {done.key} in {done.folder}: wait until it has ended, then run this again and its model is found.") from None
+    try:
+        if not done.weights.exists(): _fit(config, done.folder, *how)
+        (done.folder/"lock").unlink(missing_ok=True)
+    finally: lock.release()
+
+def _check_world(config):
+    "Raises ValueError where ranks cannot share a batch evenly, or a rank's share has too few samples for its own PCA."
+    world = _rank_and_world()[1]
+    if config.batch_size % world: raise ValueError(f"A batch_size of {config.batch_size} cannot be shared by {world} processes evenly: take a multiple of {world}.")
     if config.short_weight and config.pca_scope == "local" and config.batch_size//world <= config.pca_dim:
         raise ValueError(f"{config.batch_size}/{world} = {config.batch_size//world} samples a rank cannot give pca_dim={config.pca_dim} components: take a larger batch_size, fewer processes, or pca_scope='global'.")
+
+# %% ../nbs/07_train.ipynb #5e51b7ab
+def _fit(config, folder, models, workers, watch, listen):
+    (rank, world), device = _rank_and_world(), _device()
     records = training_records(config)
     batches = GlobalBatches(len(records), config.batch_size, rank, world, config.seed)
     model, transform, tok = build_model(config, models)
-    folder.mkdir(parents=True, exist_ok=True)
     if rank == 0: write_atomically(folder/"config.json", json.dumps(config_dict(config), indent=1))
     recipe = RECIPES[config.recipe] if config.recipe else None
-    data = PairDataset(records, TextStore(records.captions, tok), recipe, images_transform(records, model, transform), config.seed)
+    data = PairDataset(records, text_store(records.captions, tok, joiner=records.joiner), recipe, images_transform(records, model, transform), config.seed, at_least=2*max(_pair(model.visual.image_size)))
     model = model.to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), config.lr, config.betas, config.eps, config.weight_decay, fused=True)
-    checkpoint = last_checkpoint(folder/"checkpoints")
-    start = _resume(checkpoint, model, optimizer)["step"] if checkpoint else 0
+    if config.freeze_image: data.features = _image_features(config, model, data, folder, workers)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], config.lr, config.betas, config.eps, config.weight_decay, fused=True)
+    scaler = _scaler(device, config.precision)
+    start = _start(config, folder, model, optimizer, scaler)
     if config.init is not None: freeze_positions(model, optimizer)
-    _loop(config, folder, model, optimizer, make_loader(data, batches, workers), start)
+    steps = config.epochs*len(batches)
+    if rank == 0 and start == 0: _write_samples(folder, data, next(iter(batches))[:8])
+    with _Log(folder, config, steps, start, rank, listen) as log:
+        _loop(config, folder, model, optimizer, scaler, make_loader(data, batches, workers), start, log, _Watcher(watch, folder, model, transform, tok, log))
     if rank == 0:
         save_checkpoint(model, folder/"model.safetensors", recipe=config.recipe or "", key=folder.name)
         shutil.rmtree(folder/"checkpoints", ignore_errors=True)
+        (folder/"image-features.npy").unlink(missing_ok=True)
+
+def _start(config, folder, model, optimizer, scaler):
+    "Puts the last whole checkpoint in place, where there is one. Returns the step to go on from."
+    saved, world = last_checkpoint(folder/"checkpoints"), _rank_and_world()[1]
+    if saved is None: return 0
+    state = _resume(saved, model, optimizer)
+    if scaler.is_enabled(): scaler.load_state_dict(state["scaler"])
+    if state["world"] != world and _rank_and_world()[0] == 0:
+        warnings.warn(f"{folder.name} goes on from step {state['step']} on {world} processes; until there it was {state['world']}. Every batch holds the samples it would have held, "
+                      + ("but the PCA is of each process's share of it, and sums are" if config.short_weight and config.pca_scope == "local" else "and sums are") + " taken in another order: the weights will not be bit-equal to an undisturbed run's.")
+    return state["step"]
+
+def _pair(size): return size if isinstance(size, (tuple, list)) else (size, size)
 
 # %% ../nbs/07_train.ipynb #f7a8f7f0
-def _loop(config, folder, model, optimizer, loader, start):
+def _loop(config, folder, model, optimizer, scaler, loader, start, log, watcher):
     (rank, world), device, batches = _rank_and_world(), _device(), loader.batch_sampler
-    towers = _Towers(model) if world == 1 else nn.parallel.DistributedDataParallel(_Towers(model), device_ids=[device] if device.type == "cuda" else None)
-    softmax = text_family(config.backbone) == "clip"
-    criterion = DualCaptionLoss(config.short_weight, config.pca_dim, config.label_smoothing, "softmax" if softmax else "sigmoid", config.pca_scope)
-    steps, step = config.epochs*len(batches), start
-    log = _Log(folder, config, steps, start, rank)
-    for epoch in range(start//len(batches), config.epochs):
-        batches.set_epoch(epoch, step - epoch*len(batches))
-        for batch in loader:
-            for group in optimizer.param_groups: group["lr"] = lr_at(step, config, steps)
-            try: losses = _step(towers, criterion, optimizer, batch, device, _bf16(device, config.precision))
-            except NonFiniteFeatures as e:
-                names = [loader.dataset.records.label(int(batch["index"][row])) for row in e.rows.get(rank, [])]
-                raise NonFiniteFeatures(f"step {step}: {e} On rank {rank} these are {', '.join(names[:10]) or 'none'}. The last checkpoint in {folder/'checkpoints'} is untouched.", e.rows) from None
-            if softmax: model.logit_scale.detach().clamp_(max=math.log(100))
-            step += 1
-            log.step(step, losses, model, optimizer.param_groups[0]["lr"])
-            if rank == 0 and step < steps and step % (config.save_every or len(batches)) == 0: _save_step(folder/"checkpoints", model, optimizer, {"step": step, "epoch": epoch, "world": world})
-    log.close()
+    towers = _Towers(model, config.micro_batch, config.freeze_image)
+    if world > 1: towers = _parallel(towers, device)
+    criterion, half, every = _criterion(config), _half(device, config.precision), config.save_every or len(batches)
+    step = start
+    def save(epoch): _save_step(folder/"checkpoints", model, optimizer, {"step": step, "epoch": epoch, "world": world, "scaler": scaler.state_dict()})
+    with _Warning() as warning:
+        for epoch in range(start//len(batches), config.epochs):
+            batches.set_epoch(epoch, step - epoch*len(batches))
+            for batch in loader:
+                for group in optimizer.param_groups: group["lr"] = lr_at(step, config, log.last)
+                try: losses = _step(towers, criterion, optimizer, scaler, batch, device, half)
+                except NonFiniteFeatures as e:
+                    names = [loader.dataset.records.label(int(batch["index"][row])) for row in e.rows.get(rank, [])]
+                    raise NonFiniteFeatures(f"step {step}: {e}. On rank {rank} these are {', '.join(names[:10]) or 'none'}. The last checkpoint in {folder/'checkpoints'} is untouched.", e.rows) from None
+                if criterion.family == "softmax": model.logit_scale.detach().clamp_(max=math.log(100))
+                step += 1
+                log.step(step, losses, model, optimizer.param_groups[0]["lr"])
+                watcher(step)
+                stop = _on_any(warning.given) and step < log.last
+                if rank == 0 and step < log.last and (stop or step % every == 0): save(epoch)
+                if stop: raise Stopped(f"{folder.name} was told to stop and ended after step {step} of {log.last}; the same call or command goes on from there.")
 
-def _step(towers, criterion, optimizer, batch, device, bf16):
+def _step(towers, criterion, optimizer, scaler, batch, device, half):
     "One optimiser step on a batch. Returns the losses."
     batch = {k: v.to(device, non_blocking=True) for k, v in batch.items()}
-    with _attention(device), torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+    with _attention(device), torch.autocast(device.type, half, enabled=half is not None):
         losses = criterion(*towers(batch))
         optimizer.zero_grad()
-        losses["loss"].backward()
-    optimizer.step()
+        scaler.scale(losses["loss"]).backward()
+    scaler.step(optimizer)
+    scaler.update()
     return {k: v.detach() for k, v in losses.items()}
+
+# %% ../nbs/07_train.ipynb #029784e9
+@torch.no_grad()
+def _image_features(config, model, data, folder, workers):
+    "float32 [n, embed_dim], memory-mapped: the normalised features of every picture by a frozen image tower; made once, by all ranks."
+    (rank, world), device, file = _rank_and_world(), _device(), folder/"image-features.npy"
+    beside, shape = file.with_suffix(".tmp"), (len(data), model_config(config.backbone)["embed_dim"])
+    half = _half(device, config.precision)
+    if not _on_any(not file.exists()): return np.load(file, mmap_mode="r")
+    if rank == 0: np.lib.format.open_memmap(beside, "w+", np.float32, shape).flush()
+    if world > 1: dist.barrier()
+    out, size = np.load(beside, mmap_mode="r+"), min(config.micro_batch or 256, 256)
+    share = range(rank*len(data)//world, (rank + 1)*len(data)//world)
+    batches = [[(0, i) for i in share[at:at + size]] for at in range(0, len(share), size)]
+    for batch in tqdm(make_loader(data, batches, workers), total=len(batches), desc="pictures, encoded once", unit="batch", disable=rank > 0, mininterval=.5 if sys.stderr.isatty() else 20, leave=False):
+        with torch.autocast(device.type, half, enabled=half is not None): features = model.encode_image(batch["image"].to(device, non_blocking=True))
+        out[batch["index"].numpy()] = F.normalize(features.float(), dim=-1).cpu().numpy()
+    out.flush()
+    if world > 1: dist.barrier()
+    if rank == 0: os.replace(beside, file)
+    if world > 1: dist.barrier()
+    return np.load(file, mmap_mode="r")
+
+
+# %% ../nbs/07_train.ipynb #02075659
+def live_plot():
+    "A listener for `train` that draws, and draws again with each logged row, the loss beside its chance level and R@1 on the validation set. Returns a function of a row (dict); in a notebook only."
+    import matplotlib.pyplot as plt
+    from IPython.display import display
+    rows, shown = [], display(display_id=True)
+    def hear(row):
+        rows.append(row)
+        fig, (left, right) = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained")
+        for name in ("loss", "long", "short", "chance"): left.plot(*zip(*[(r["step"], r[name]) for r in rows if name in r]), ":" if name == "chance" else "-", label=name)
+        for name in sorted({k for r in rows for k in r if k.endswith("t2i R@1")}): right.plot(*zip(*[(r["step"], r[name]) for r in rows if name in r]), "o-", ms=3, label=name)
+        for ax, label in ((left, "loss"), (right, "validation, %")): ax.set(xlabel="step", ylabel=label); ax.legend(frameon=False, fontsize=8) if ax.lines else None
+        plt.close(fig)
+        shown.update(fig) if shown else None
+    return hear
 
 # %% ../nbs/07_train.ipynb #ba2eea01
 def main(arguments=None):
@@ -386,13 +671,31 @@ def main(arguments=None):
     parser.add_argument("config", nargs="+", help="YAML file with the fields of debias_clip.train.TrainConfig")
     parser.add_argument("--models", default="models", help="folder for trained models (default: models)")
     parser.add_argument("--workers", type=int, default=0, help="processes a rank that load images (default: 0)")
+    parser.add_argument("--watch", metavar="DATA", help="validation set, as `data` of a configuration: R@1 on it while training")
+    parser.add_argument("--watch-root", metavar="DIR", help="its folder")
+    parser.add_argument("--watch-every", type=int, default=500, metavar="STEPS", help="steps between two looks at it (default: 500)")
+    parser.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project too")
     given = parser.parse_args(arguments)
     try: configs = [read_config(file) for file in given.config]
     except (ValueError, OSError) as e: parser.error(str(e))
-    with _Group():
-        for config in configs:
-            trained = train(config, given.models, given.workers)
-            if _rank_and_world()[0] == 0: print(trained.weights)
+    watch = Watch(given.watch_every, given.watch, given.watch_root) if given.watch else None
+    try:
+        with _Group():
+            for config in configs:
+                trained = train(config, given.models, given.workers, watch, _wandb(given.wandb, config))
+                if _rank_and_world()[0] == 0: print(trained.weights)
+    except (ValueError, OSError) as e:
+        if not foreseen(e): raise
+        parser.exit(2, f"{parser.prog}: {e}\n")
+    except Stopped as e: parser.exit(128 + signal.SIGTERM, f"{parser.prog}: {e}\n")
+
+def _wandb(project, config):
+    "A listener that logs to Weights & Biases, on the first rank of a run that asks for it; else none."
+    if not project or _rank_and_world()[0]: return []
+    try: import wandb
+    except ImportError: raise ValueError("Weights & Biases is not installed: pip install wandb, or leave --wandb out; TensorBoard and log.jsonl are written in any case.") from None
+    run = wandb.init(project=project, name=model_key(config), id=model_key(config), resume="allow", config=config_dict(config))
+    return [lambda row: run.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])]
 
 def read_config(file):
     "TrainConfig of a YAML file. Raises ValueError naming the file and what is wrong in it."
