@@ -19,27 +19,46 @@ def with_sentences(records, least):
 
     records: `data.Records`. Returns (Records, number left out). Raises ValueError where fewer than two are left: there is nothing to retrieve then.
     """
-    enough = [i for i, c in enumerate(records.captions) if len(c) >= least]
-    if len(enough) < 2: raise ValueError(f"{records.name}: {len(enough)} of {len(records)} captions have {least} sentences or more, and retrieval needs two images. Take captions with more sentences, or fewer changes.")
+    enough = _enough(records, least)
     return select(records, enough), len(records) - len(enough)
 
-def order_ranks(model, transform, tok, records, hows=("full", "move", "remove", "first")):
+def _enough(records, least):
+    "Numbers of the captions with that many sentences."
+    enough = [i for i, c in enumerate(records.captions) if len(c) >= least]
+    if len(enough) < 2: raise ValueError(f"{records.name}: {len(enough)} of {len(records)} captions have {least} sentences or more, and retrieval needs two images. Take captions with more sentences, or fewer changes.")
+    return enough
+
+def order_ranks(model, transform, tok, records, hows=("full", "move", "remove", "first"), images=None):
     """Ranks of the same images and captions under several orders of the sentences.
 
-    model, transform, tok: as for `retrieval.encode_images` and `encode_captions`; records: `data.Records`; hows: of `captions.permute`.
-    Returns (dict how -> what `retrieval.ranks` returns, number of captions left out). Raises ValueError where too few captions have enough sentences.
+    model, transform, tok: as for `retrieval.encode_images` and `encode_captions`; records: `data.Records`; hows: of `captions.permute`;
+    images: what `encode_images` returns for all the records, where it has been made already (None: it is made of those that are scored).
+    Returns (dict how -> what `retrieval.ranks` returns and `truncated`: int, captions that the context cut, number of captions left out). Raises ValueError where too few captions have enough sentences.
     """
-    records, left_out = with_sentences(records, max(map(min_sentences, hows)))
-    images, index = encode_images(model, records, transform), np.arange(len(records))
-    texts = {how: [" ".join(permute(c, how)) for c in records.captions] for how in hows}
-    return {how: ranks(images, encode_captions(model, tok, t), index) for how, t in texts.items()}, left_out
+    enough = _enough(records, max(map(min_sentences, hows)))
+    images, kept = _features(model, transform, records, enough, images)
+    texts = {how: [records.text(permute(c, how)) for c in kept.captions] for how in hows}
+    return {how: _ranks(images, tok, lambda: encode_captions(model, tok, t)) for how, t in texts.items()}, len(records) - len(enough)
+
+def _features(model, transform, records, index, images=None):
+    "(image features of the samples numbered `index`, these samples)."
+    kept = select(records, index)
+    if images is None: return encode_images(model, kept, transform), kept
+    if len(images) != len(records): raise ValueError(f"{records.name}: {len(images)} image features for {len(records)} records: give those of all records, or none.")
+    return images[index], kept
+
+def _ranks(images, tok, encode):
+    "Ranks of the texts that `encode()` encodes, text i belonging to image i, and how many of them the context cut."
+    cut = tok.truncated
+    return ranks(images, encode(), np.arange(len(images))) | dict(truncated=tok.truncated - cut)
+
 
 # %% ../nbs/08_bias.ipynb #322dff07
 def drops(found, k=1, left_out=0):
     """Recall@k of several variants of the same queries, and what each loses against the first.
 
-    found: dict variant -> what `retrieval.ranks` returns. left_out: captions that were not scored, to be shown.
-    Returns a DataFrame, a row a variant and direction: variant, direction ("t2i", "i2t"), recall, low, high, drop, drop_low, drop_high (points), n, left_out.
+    found: dict variant -> what `retrieval.ranks` returns, with `truncated` where it is known. left_out: captions that were not scored, to be shown.
+    Returns a DataFrame, a row a variant and direction: variant, direction ("t2i", "i2t"), recall, low, high, drop, drop_low, drop_high (points), n, left_out, truncated (captions that the context cut).
     """
     rows, (base, *_) = [], found
     for direction in ("t2i", "i2t"):
@@ -47,23 +66,23 @@ def drops(found, k=1, left_out=0):
             mine, whole = (np.asarray(found[v][direction]) for v in (variant, base))
             low, high = recall_interval(mine, k)
             drop, drop_low, drop_high = paired_difference(whole, mine, k)
-            rows.append(dict(variant=variant, direction=direction, recall=100*float((mine < k).mean()), low=low, high=high, drop=drop, drop_low=drop_low, drop_high=drop_high, n=len(mine), left_out=left_out))
+            rows.append(dict(variant=variant, direction=direction, recall=100*float((mine < k).mean()), low=low, high=high, drop=drop, drop_low=drop_low, drop_high=drop_high, n=len(mine), left_out=left_out, truncated=found[variant].get("truncated")))
     return pd.DataFrame(rows)
 
 # %% ../nbs/08_bias.ipynb #1a310264
-def push_ranks(model, transform, tok, records, copies=(0, 1, 2, 4), filler="This is a photo."):
+def push_ranks(model, transform, tok, records, copies=(0, 1, 2, 4), filler="This is a photo.", images=None):
     """Ranks of the first two sentences of captions behind copies of a filler sentence, and behind as many pads as those have tokens.
 
-    Others as in `order_ranks`; copies: numbers of the filler, ascending; filler: str. Every variant is scored on the captions that fit the context behind the most copies.
-    Returns (dict (what, tokens pushed) -> ranks with `what` "words" or "pads", number left out). Raises ValueError where too few captions fit.
+    Others as in `order_ranks`, `images` too; copies: numbers of the filler, ascending; filler: str. Every variant is scored on the captions that fit the context behind the most copies.
+    Returns (dict (what, tokens pushed) -> ranks and `truncated` as there, with `what` "words" or "pads", number left out). Raises ValueError where too few captions fit.
     """
-    records, short = with_sentences(records, 2)
-    texts, step = [" ".join(permute(c, "first2")) for c in records.captions], len(tok.encode(filler))
-    fits = [i for i, t in enumerate(texts) if len(tok.encode(t)) + step*max(copies) <= tok.room]
+    enough = _enough(records, 2)
+    texts, step = [records.text(permute(records.captions[i], "first2")) for i in enough], len(tok.encode(filler))
+    fits = [k for k, t in enumerate(texts) if len(tok.encode(t)) + step*max(copies) <= tok.room]
     if len(fits) < 2: raise ValueError(f"{len(fits)} of {len(texts)} captions fit {tok.context_length} tokens behind {max(copies)} × {step} tokens of filler: take fewer copies or a model of a longer context.")
-    left_out, records, texts, index = short + len(texts) - len(fits), select(records, fits), [texts[i] for i in fits], np.arange(len(fits))
-    images, found = encode_images(model, records, transform), {}
+    texts, (images, _) = [texts[k] for k in fits], _features(model, transform, records, [enough[k] for k in fits], images)
+    found = {}
     for n in copies:
-        found["words", n*step] = ranks(images, encode_captions(model, tok, [" ".join([filler]*n + [t]) for t in texts]), index)
-        found["pads", n*step] = ranks(images, encode_rows(model, tok, tok(texts, n_pre=n*step)), index)
-    return found, left_out
+        found["words", n*step] = _ranks(images, tok, lambda: encode_captions(model, tok, [" ".join([filler]*n + [t]) for t in texts]))
+        found["pads", n*step] = _ranks(images, tok, lambda: encode_rows(model, tok, tok(texts, n_pre=n*step)))
+    return found, len(records) - len(fits)

@@ -5,7 +5,7 @@ import torch
 
 import debias_clip.bias as bias
 from debias_clip.bias import drops, order_ranks, push_ranks, with_sentences
-from debias_clip.captions import permute
+from debias_clip.captions import permute, split_sentences
 from debias_clip.data import Normalize, Records
 from debias_clip.models import create_model
 from debias_clip.retrieval import encode_captions, encode_images, ranks
@@ -77,7 +77,7 @@ def test_drops_by_hand():
     worse = zero + torch.tensor([0, 0, 0, 0, 1, 1, 5, 5])
     found = {'full': {'t2i': zero, 'i2t': worse}, 'move': {'t2i': worse, 'i2t': zero}, 'same': {'t2i': zero, 'i2t': worse}}
     table = drops(found, left_out=3).set_index(['direction', 'variant'])
-    assert list(table.columns) == ['recall', 'low', 'high', 'drop', 'drop_low', 'drop_high', 'n', 'left_out']
+    assert list(table.columns) == ['recall', 'low', 'high', 'drop', 'drop_low', 'drop_high', 'n', 'left_out', 'truncated']
     assert table.recall.to_dict() == {('t2i', 'full'): 100, ('t2i', 'move'): 50, ('t2i', 'same'): 100, ('i2t', 'full'): 50, ('i2t', 'move'): 100, ('i2t', 'same'): 50}
     assert table['drop'].to_dict() == {('t2i', 'full'): 0, ('t2i', 'move'): 50, ('t2i', 'same'): 0, ('i2t', 'full'): 0, ('i2t', 'move'): -50, ('i2t', 'same'): 0}
     for variant in ('full', 'same'): assert (table.xs(variant, level='variant')[['drop_low', 'drop_high']] == 0).all(axis=None)     # the same queries: nothing to doubt
@@ -85,6 +85,47 @@ def test_drops_by_hand():
     move = table.loc['t2i', 'move']
     assert 0 < move.drop_low < 50 < move.drop_high < 100
     assert drops(found, k=2).set_index(['direction', 'variant']).recall['t2i', 'move'] == 75
+
+
+def test_cut_captions_are_counted(tower, world):
+    model, tok = tower
+    torch.manual_seed(0)
+    small = create_model('scenes-clip' if tok.family == 'clip' else 'scenes-siglip', context_length=30, keep=8).eval()
+    short = get_tokenizer('scenes-clip' if tok.family == 'clip' else 'scenes-siglip', 30)
+    short.truncated = 7                                                   # of an earlier text
+    found, left_out = order_ranks(small, TRANSFORM, short, world)
+    kept, _ = with_sentences(world, 4)
+    want = {how: sum(len(short.encode(' '.join(permute(c, how)))) > short.room for c in kept.captions) for how in found}
+    assert {how: r['truncated'] for how, r in found.items()} == want and want['full'] > want['first']
+    table = drops(found, left_out=left_out)
+    assert table.truncated.tolist() == [*want.values()]*2
+    assert drops({k: {d: v[d] for d in ('t2i', 'i2t')} for k, v in found.items()}).truncated.isna().all()      # not known is not 0
+    pushed, _ = push_ranks(model, TRANSFORM, tok, world)
+    assert all(r['truncated'] == 0 for r in pushed.values())
+
+
+def test_images_may_be_encoded_before(tower, world, seen):
+    model, tok = tower
+    images = encode_images(model, world, TRANSFORM)
+    index = [i for i, c in enumerate(world.captions) if len(c) >= 4]
+    found, left_out = order_ranks(model, TRANSFORM, tok, world, images=images)
+    texts = encode_captions(model, tok, [' '.join(world.captions[i]) for i in index])
+    assert equal(found['full'], ranks(images[index], texts, range(len(index)))) and left_out == 40 - len(index)
+    push_ranks(model, TRANSFORM, tok, world, images=images)
+    assert not seen['images']
+    for f in (order_ranks, push_ranks):
+        with pytest.raises(ValueError, match='39 image features for 40 records'): f(model, TRANSFORM, tok, world, images=images[1:])
+
+
+def test_period_captions_keep_their_full_stops(tower, world, seen):
+    model, tok = tower
+    period = Records('mixed', world.images, [split_sentences(' '.join(c), 'period') for c in world.captions], splitter='period')
+    order_ranks(model, TRANSFORM, tok, period, ('full', 'move'))
+    kept = [c for c in world.captions if len(c) >= 4]
+    assert seen['texts'][0] == [' '.join(c) for c in kept] and all(t.count('.') == len(c) for t, c in zip(seen['texts'][1], kept))
+    seen['texts'].clear()
+    push_ranks(model, TRANSFORM, tok, period, (0, 1))
+    assert seen['texts'][0][0] == '. '.join(next(c for c in period.captions if len(c) > 1)[:2]) and seen['texts'][1][0] == FILLER + ' ' + seen['texts'][0][0]
 
 
 def test_the_base_loses_nothing(tower, world):
