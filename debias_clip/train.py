@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from . import scenes
 from .captions import RECIPES, min_sentences, permute, sample_rng
-from .data import GlobalBatches, Normalize, PairDataset, is_own, load_records, make_loader, read_records, select, text_store
+from .data import GlobalBatches, Normalize, PairDataset, is_own, load_records, make_loader, read_records, readable, select, text_store
 from .keys import code_hash, content_key, file_hash
 from .losses import DualCaptionLoss, NonFiniteFeatures, _from_all
 from .models import create_model_and_transforms, encode_texts, freeze_positions, save_checkpoint
@@ -42,7 +42,7 @@ class TrainConfig:
     """What to train, on what, from where and how; the same configuration always gives the same model.
 
     data: "scenes" (the offline world), a data set's name as in `data.load_records`, or a table as in `data.read_records`; `root`: folder of a named
-    data set; `data_options`: more arguments of its loader. backbone: as open_clip calls it. init: None (random weights), a published tag, a checkpoint
+    data set; `data_options`: more arguments of its loader, and `max_unreadable`, the share of pictures, 0 to 1, that may be unreadable and are left out after trying them all (absent: training stops at the first). backbone: as open_clip calls it. init: None (random weights), a published tag, a checkpoint
     file, or a TrainConfig (or dict of one) that is trained first. context_length, keep: of the stretched position table; None: keep + 4·(base − keep).
     recipe: of the short caption, a key of `captions.RECIPES`, or None: long captions alone (then short_weight must be 0).
     short_weight (λ_s), pca_dim, pca_scope, label_smoothing: as in `losses.DualCaptionLoss`; the loss family is the backbone's.
@@ -183,9 +183,9 @@ def starting_model(config, models):
 @lru_cache(maxsize=4)
 def _records(data, root, options):
     options = json.loads(options)
-    if data == "scenes": return scenes.scene_records(**options)
-    if is_own(data): return read_records(data, root=root, **options)
-    return load_records(data, root, **options)
+    share = options.pop("max_unreadable", None)
+    records = scenes.scene_records(**options) if data == "scenes" else read_records(data, root=root, **options) if is_own(data) else load_records(data, root, **options)
+    return records if share is None else readable(records, share)
 
 def training_records(config):
     "The `data.Records` a configuration trains on; kept in memory, since the arms of a comparison share them."

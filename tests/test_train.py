@@ -23,6 +23,7 @@ import pytest
 import torch
 import yaml
 from filelock import FileLock
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import debias_clip.train as trainer
@@ -555,3 +556,15 @@ def test_the_module_starts_with_m_alone(monkeypatch):
     exec(code, {'__name__': '__main__', '__package__': 'debias_clip'})
     with pytest.raises(SystemExit): exec(code, {'__name__': '__main__', '__package__': 'debias_clip', '__spec__': trainer.__spec__})
     exec(code, {'__name__': 'debias_clip.train', '__package__': 'debias_clip', '__spec__': trainer.__spec__})
+
+
+def test_unreadable_pictures_are_a_setting(tmp_path):
+    "Stop at the first, or leave out up to a share of them, named."
+    for i in range(4): Image.new('RGB', (8, 8), (60*i, 0, 0)).save(tmp_path/f'{i}.png')
+    (tmp_path/'2.png').write_bytes(b'')
+    (tmp_path/'captions.csv').write_text('image,caption\n' + ''.join(f'{i}.png,A square. It is number {i}.\n' for i in range(4)))
+    config = TrainConfig(data=str(tmp_path), backbone='scenes-clip', keep=8)
+    assert len(training_records(config)) == 4
+    with pytest.raises(ValueError, match='1 of 4 images cannot be read'): training_records(replace(config, data_options=dict(max_unreadable=.2)))
+    with pytest.warns(UserWarning, match='2.png: the file is empty'): records = training_records(replace(config, data_options=dict(max_unreadable=.25)))
+    assert [c[1] for c in records.captions] == [f'It is number {i}.' for i in (0, 1, 3)]
