@@ -241,7 +241,7 @@ def run_faults(rank, world):
 
 def worker(rank, folder):
     torch.set_num_threads(1)
-    for world in (2, 3):
+    for world in (2, 3, 4):
         if rank >= world: continue
         dist.init_process_group('gloo', f'file://{folder}/store{world}', timeout=datetime.timedelta(seconds=60), rank=rank, world_size=world)
         found = {case: run_case(*case, rank, world) for case in CASES}
@@ -256,12 +256,12 @@ def worker(rank, folder):
 def ranks(tmp_path_factory):
     "What every rank of a group of N found: {N: [rank 0's, …]}; N = 1 without a process group."
     folder = tmp_path_factory.mktemp('ranks')
-    mp.spawn(worker, (str(folder),), nprocs=3)
+    mp.spawn(worker, (str(folder),), nprocs=4)
     alone = {case: run_case(*case, 0, 1) for case in CASES} | dict(golden=run_golden(0, 1))
-    return {1: [alone]} | {n: [torch.load(folder/f'{n}-{r}.pt', weights_only=False) for r in range(n)] for n in (2, 3)}
+    return {1: [alone]} | {n: [torch.load(folder/f'{n}-{r}.pt', weights_only=False) for r in range(n)] for n in (2, 3, 4)}
 
 
-@pytest.mark.parametrize('world', [1, 2, 3])
+@pytest.mark.parametrize('world', [1, 2, 3, 4])
 @pytest.mark.parametrize('case', CASES, ids=str)
 def test_n_ranks_are_one_process_with_the_whole_batch(ranks, world, case):
     x, scale, bias = inputs(torch.float64)
