@@ -4,11 +4,14 @@
 
 # %% auto #0
 __all__ = ['app', 'data_app', 'notebook_cells', 'notebook_defaults', 'fit', 'Job', 'Preset', 'read_yaml', 'find_preset',
-           'read_preset', 'job_state', 'versions', 'git_state', 'run_job', 'run_preset', 'summary', 'evaluate', 'main']
+           'read_preset', 'job_state', 'versions', 'git_state', 'run_job', 'run_preset', 'PlannedModel', 'planned',
+           'measured_rates', 'expected_hours', 'plan_text', 'rehearse', 'TrainJob', 'NotebookJob', 'submit_preset',
+           'summary', 'evaluate', 'main']
 
 # %% ../nbs/10_runs.ipynb #17301396
-import ast, difflib, hashlib, json, math, re, subprocess, sys, time, traceback
+import ast, difflib, hashlib, json, math, os, re, shutil, subprocess, sys, tempfile, time
 from collections.abc import Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -370,13 +373,231 @@ def run_preset(preset, root=None, force: bool = False, only: Iterable[str] = (),
         say(f"{head}  {failure or f'done in {time.perf_counter() - start:.0f} s'}")
     return results
 
+# %% ../nbs/10_runs.ipynb #2d33805d
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model that an experiment needs.
+
+    experiment, name: where it is named, and how; key: of its folder in models/; config: its TrainConfig; state: "trained", "begun", "to train", or "as in " and an experiment before;
+    images: that are still to be trained on (None: unknown until the data are read).
+    """
+    experiment: str
+    name: str
+    key: str
+    config: object
+    state: str
+    images: int | None
+
+def _images(config, done_steps: int) -> int | None:
+    "Images that a configuration still trains on, by the size of its data set as published."
+    from debias_clip.data import PROTOCOLS
+    from debias_clip.scenes import _SPLITS
+    options = config.data_options
+    if config.data == "scenes": n = options.get("n") or _SPLITS[options.get("split", "train")][0]
+    else: n = PROTOCOLS[config.data].images if config.data in PROTOCOLS else None
+    return None if n is None else max(0, config.epochs*(n//config.batch_size) - done_steps)*config.batch_size
+
+def _model_state(folder: Path) -> tuple[str, int]:
+    "State of a model's folder, and the steps done."
+    if (folder/"model.safetensors").exists(): return "trained", 0
+    steps = [int(p.name[5:]) for p in (folder/"checkpoints").glob("step-*") if p.name[5:].isdigit()]
+    return ("begun", max(steps)) if steps else ("to train", 0)
+
+def planned(jobs: Iterable[Job]) -> list[PlannedModel]:
+    "The models that these jobs need, in the order in which they are trained. jobs: of a checked preset."
+    from debias_clip.report import planned_models
+    from debias_clip.train import model_key
+    seen, found = {}, []
+    for job in jobs:
+        for name, config in planned_models(job.parameters).items():
+            key = model_key(config)
+            state, steps = _model_state(job.root/job.out/"models"/key)
+            images = 0 if state == "trained" or key in seen else _images(config, steps)
+            found.append(PlannedModel(job.name, name, key, config, f"as in {seen[key]}" if key in seen and state != "trained" else state, images))
+            seen.setdefault(key, job.name)
+    return found
+
+# %% ../nbs/10_runs.ipynb #54969af1
+def measured_rates(root) -> dict[str, float]:
+    "Images a second at which models were trained in this checkout, by backbone: the median of the last one's log. root: of the checkout."
+    rates = {}
+    for log in sorted(Path(root).glob("runs/*/models/*/log.jsonl"), key=lambda f: f.stat().st_mtime):
+        try:
+            backbone = json.loads((log.parent/"config.json").read_text(encoding="utf-8"))["backbone"]
+            found = [json.loads(line)["images_per_s"] for line in log.read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError, KeyError): continue   # cut by a kill
+        if found: rates[backbone] = sorted(found)[len(found)//2]
+    return rates
+
+def expected_hours(models: Iterable[PlannedModel], rates: dict[str, float], rate: float | None = None) -> tuple[float | None, list[str]]:
+    """Hours of training, evaluation not counted.
+
+    models: of `planned`; rates: of `measured_rates`; rate: images a second of all processes together, for every backbone (None: what was measured).
+    Returns (hours, or None where they cannot be known; what is not known, in words).
+    """
+    models, unknown = [m for m in models if m.images != 0], {}
+    for m in models:
+        if m.images is None: unknown[f"how many images {m.config.data} has"] = 1
+        if rate is None and m.config.backbone not in rates: unknown[f"how fast {m.config.backbone} trains here"] = 1
+    return (None if unknown else sum(m.images/(rate or rates[m.config.backbone]) for m in models)/3600), list(unknown)
+
+def plan_text(preset: Preset, jobs: list[Job], rates: dict[str, float], rate: float | None = None, force: bool = False) -> str:
+    "What would run: each notebook with its state and models, and the hours that training them takes. preset, jobs: those chosen of it; others as in `expected_hours` and `run_preset`."
+    states = {job.name: job_state(job) for job in jobs}
+    due = [job for job in jobs if force or states[job.name] != "done"]
+    models, width, lines = planned(due), max(len(job.name) for job in jobs), []
+    longest = max((len(m.name) for m in models), default=0)
+    for i, job in enumerate(jobs, 1):
+        lines.append(f"[{i}/{len(jobs)}] {job.name:{width}}  {job.key}  {'cached' if job not in due else 'done, and once more' if states[job.name] == 'done' else states[job.name]}")
+        lines += [f"      {m.name:{longest}}  {m.key}  {m.state}" + (f", {m.images:,} images" if m.images else "") for m in models if m.experiment == job.name]
+    new = [m for m in models if m.images != 0]
+    hours, unknown = expected_hours(models, rates, rate)
+    said = "nothing to train" if not new else f"{len(new)} models to train, about {hours:.1f} hours and evaluation on top" if hours is not None else \
+           f"{len(new)} models to train; hours unknown: {'; '.join(unknown)}" + ("" if rate else ". Say --images-per-second N, of all processes together")
+    return "\n".join([*lines, f"{preset.name}: {len(due)} of {len(jobs)} notebooks to run, {len({m.key for m in models})} models, {said}"])
+
+# %% ../nbs/10_runs.ipynb #26677e7b
+@contextmanager
+def _environment(**values):
+    "Environment variables for the kernels that start meanwhile."
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try: yield
+    finally:
+        for name, value in before.items():
+            if value is None: os.environ.pop(name, None)
+            else: os.environ[name] = value
+
+def _forget_models(job: Job, later: list[Job]) -> None:
+    "Deletes the trained models of a run folder that no later job needs."
+    from debias_clip.report import planned_models
+    from debias_clip.train import model_key
+    needed = {model_key(config) for other in later for config in planned_models(other.parameters).values()}
+    for folder in (job.root/job.out/"models").glob("*"):
+        if folder.name not in needed: shutil.rmtree(folder)
+
+def rehearse(preset, root=None, only: Iterable[str] = (), say=_say) -> dict[str, str]:
+    """Runs the notebooks of a preset from end to end on random weights and made-up data, in a temporary folder; the numbers mean nothing.
+
+    preset, root, only, say: as in `run_preset`. Returns experiment -> "done" or "failed: …"; of a failure the folder stays, without data and models. Raises ValueError where the preset is not right, reads
+    nothing that can be made up, or the disk is too small.
+    """
+    from debias_clip.rehearsal import prepare
+    preset, folder, results, start = read_preset(preset, root), Path(tempfile.mkdtemp(prefix="debias_clip-rehearsal-")).resolve(), {}, time.perf_counter()
+    try:
+        try: name = prepare(folder, preset.name, {job.notebook: job.parameters for job in _chosen(preset, list(only))}, say)
+        except ValueError as e: raise ValueError(f"{preset.name} cannot be rehearsed: {e}") from None
+        jobs = (made := read_preset(name, folder)).jobs
+        with _environment(HF_HUB_CACHE=str(folder/"hub"), HF_HUB_OFFLINE="1"):
+            for i, job in enumerate(jobs, 1):
+                say(f"[{i}/{len(jobs)}] {job.name}  running, {time.perf_counter() - start:.0f} s so far")
+                failure = run_job(job)
+                results[job.name] = f"failed: {failure}" if failure else "done"
+                if failure: say(failure)
+                _forget_models(job, jobs[i:])
+        say(f"\n{summary(made, files=False)}\n{time.perf_counter() - start:.0f} s{_peak_memory()}")
+        return results
+    finally:
+        failed = any(r.startswith("failed") for r in results.values())
+        for gone in ("hub", "data", f"runs/{preset.name}-rehearsal/models") if failed else (".",): shutil.rmtree(folder/gone, ignore_errors=True)
+        if failed: say(f"what failed is left to look at in {folder}")
+
+def _peak_memory() -> str:
+    "The largest memory of a kernel that has ended, in words."
+    try: import resource
+    except ImportError: return ""   # Windows
+    return f", at most {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss/(2**30 if sys.platform == 'darwin' else 2**20):.1f} GiB of memory in a kernel"
+
+# %% ../nbs/10_runs.ipynb #210af3fd
+@dataclass
+class TrainJob:
+    "What a cluster job does that trains a model: every one of its processes calls it. config: of a TrainConfig, plain data; root: the checkout; models: folder; workers: as in `train.train`."
+    config: dict
+    root: str
+    models: str
+    workers: int
+
+    def __call__(self) -> str:
+        import submitit
+        from debias_clip.train import TrainConfig, train
+        os.chdir(self.root)   # folders of data are named as seen from it
+        if submitit.JobEnvironment().num_tasks > 1: submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
+        return train(TrainConfig.from_dict(self.config), self.models, self.workers).key
+
+    def checkpoint(self):
+        "What submitit queues when the time is up: the same again, which resumes."
+        import submitit
+        return submitit.helpers.DelayedSubmission(self)
+
+@dataclass
+class NotebookJob:
+    "What a cluster job does that runs a notebook. Fields as in `run_preset`."
+    preset: str
+    root: str
+    name: str
+    force: bool
+
+    def __call__(self) -> str:
+        result = run_preset(self.preset, self.root, self.force, [self.name])[self.name]
+        if result.startswith("failed"): raise RuntimeError(result)
+        return result
+
+# %% ../nbs/10_runs.ipynb #27e97fec
+def _check_share(models: Iterable[PlannedModel], processes: int) -> None:
+    for m in models:
+        c, share = m.config, m.config.batch_size//processes
+        if c.batch_size % processes: raise ValueError(f"{m.name}: a batch_size of {c.batch_size} cannot be shared by {processes} GPUs evenly: ask for a number that divides it")
+        if c.short_weight and c.pca_scope == "local" and share <= c.pca_dim: raise ValueError(f"{m.name}: {share} samples a GPU cannot give pca_dim={c.pca_dim} components: ask for fewer GPUs")
+
+def _executor(folder: Path, cluster: str):
+    try: import submitit
+    except ImportError: raise ValueError("submitit is missing, which sends jobs to a cluster: pip install 'debias_clip[slurm]'") from None
+    if cluster == "slurm" and shutil.which("sbatch") is None: raise ValueError("there is no sbatch here: run this where jobs are submitted, on a login node of the cluster")
+    return submitit.AutoExecutor(folder=folder, cluster=cluster)
+
+def submit_preset(preset, root=None, force: bool = False, only: Iterable[str] = (), gpus: int = 4, nodes: int = 1, workers: int = 8, hours: float = 24, partition: str | None = None,
+                  cluster: str = "slurm", say=_say) -> dict[str, object]:
+    """Sends a preset to a cluster: one job a model that is to be trained, then one a notebook.
+
+    preset, root, force, only, say: as in `run_preset`; gpus: a node, nodes: a training job has; workers: processes a GPU that load images; hours: a job may take before it is queued again; partition: of the
+    cluster; cluster: "slurm", or "local", where jobs are processes of this machine and a job is submitted when those it waits for have ended. Returns name -> submitit job. Raises ValueError before the first
+    one is submitted where the preset is not right, a batch cannot be shared by so many GPUs, or there is no cluster here.
+    """
+    from debias_clip.train import TrainConfig, config_dict, model_key
+    root = _checkout(root)
+    preset = read_preset(preset, root)
+    jobs = [job for job in _chosen(preset, list(only)) if force or job_state(job) != "done"]
+    models, sent = planned(jobs), {}
+    _check_writable(root, preset.out)
+    new = {m.key: m for m in models if m.state in ("to train", "begun")}
+    _check_share(new.values(), max(1, gpus)*nodes)
+    executor = _executor(root/preset.out/"models"/"cluster", cluster)
+    common = dict(timeout_min=round(60*hours)) | (dict(slurm_partition=partition) if partition else {})
+
+    def send(name, work, needs, **size):
+        needs = [sent[n] for n in needs]
+        if cluster == "local": [n.results() for n in needs]   # raises what a job raised
+        waits = dict(slurm_additional_parameters={"dependency": "afterok:" + ":".join(n.job_id for n in needs), "kill_on_invalid_dep": "yes"} if needs else {})
+        executor.update_parameters(name=re.sub(r"[^\w.-]+", "-", f"{preset.name}-{name}"), **common, **size, **waits)
+        sent[name] = executor.submit(work)
+        say(f"job {sent[name].job_id}  {name}" + (f"  after {', '.join(n.job_id for n in needs)}" if needs else ""))
+
+    for key, m in new.items():
+        start = model_key(m.config.init) if isinstance(m.config.init, TrainConfig) else None
+        send(f"{m.name} {key}", TrainJob(config_dict(m.config), str(root), f"{preset.out}/models", workers), [f"{new[start].name} {start}"] if start in new else [],
+             nodes=nodes, tasks_per_node=max(1, gpus), gpus_per_node=gpus, cpus_per_task=workers + 1)
+    for job in jobs:
+        needs = dict.fromkeys(f"{new[m.key].name} {m.key}" for m in models if m.experiment == job.name and m.key in new)
+        send(job.name, NotebookJob(preset.name, str(root), job.name, force), needs, nodes=1, tasks_per_node=1, gpus_per_node=min(1, gpus), cpus_per_task=workers + 1)
+    return sent
+
 # %% ../nbs/10_runs.ipynb #79d8ab9c
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
                   help="DeBias-CLIP on your machine: run the paper's experiments, train, evaluate, look at data.")
 
 # %% ../nbs/10_runs.ipynb #a83ce8b2
-def summary(preset: Preset) -> str:
-    "The main table of a preset's results and where its notebooks and figures are."
+def summary(preset: Preset, files: bool = True) -> str:
+    "The main table of a preset's results and, for `files`, where its notebooks and figures are."
     lines, done = [], [job for job in preset.jobs if job.file("json").is_file()]
     for job in sorted(done, key=lambda job: job.name != "main_table"):
         rows = _record(job)["metrics"].get("table")
@@ -384,6 +605,7 @@ def summary(preset: Preset) -> str:
             import pandas
             lines += [f"{job.name}:", pandas.DataFrame(rows).to_string(index=False, na_rep="–"), ""]; break
     if preset.about: lines += [preset.about, ""]
+    if not files: return "\n".join(lines).rstrip()
     figures = [f"{preset.out}/{name}" for job in done for name in _record(job).get("files", {})]
     lines += ["notebooks: " + " ".join(f"{job.out}/{job.name}.ipynb" for job in done), "figures:   " + (" ".join(figures) or "none")]
     return "\n".join(lines)
@@ -395,10 +617,30 @@ def _record(job: Job) -> dict: return json.loads(job.file("json").read_text(enco
 def _run(preset: Annotated[str, typer.Argument(metavar="PRESET", help="Name of a folder in runs/, or its path.")],
          force: Annotated[bool, typer.Option("--force", help="Run also what is done.")] = False,
          only: Annotated[list[str] | None, typer.Option(metavar="EXPERIMENT", help="Run this one alone; can be given again.")] = None,
-         dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and say what would run.")] = False):
-    "Run a preset's notebooks, those not done."
-    results = run_preset(preset, force=force, only=only or (), dry_run=dry_run)
-    if dry_run: return
+         dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and say what would run: notebooks, models, hours.")] = False,
+         images_per_second: Annotated[float | None, typer.Option(metavar="N", help="For --dry-run: what all processes together train on (default: as measured in this checkout).")] = None,
+         rehearsal: Annotated[bool, typer.Option("--rehearse", help="Run everything in a temporary folder on random weights and made-up data.")] = False,
+         slurm: Annotated[bool, typer.Option("--slurm", help="Submit jobs to a SLURM cluster instead (needs the extra `slurm`).")] = False,
+         partition: Annotated[str | None, typer.Option(metavar="NAME", help="For --slurm: the partition.")] = None,
+         gpus: Annotated[int, typer.Option(metavar="N", min=0, help="For --slurm: GPUs a node of a training job.")] = 4,
+         nodes: Annotated[int, typer.Option(metavar="N", min=1, help="For --slurm: nodes of a training job.")] = 1,
+         workers: Annotated[int, typer.Option(metavar="N", min=0, help="For --slurm: processes a GPU that load images.")] = 8,
+         hours: Annotated[float, typer.Option(metavar="H", min=0.1, help="For --slurm: time a job may take before it is queued again.")] = 24):
+    """Run a preset's notebooks, those not done.
+
+    Here, one after the other; or with --slurm as jobs of a cluster: one a model, then one a notebook."""
+    if sum((dry_run, rehearsal, slurm)) > 1: raise typer.BadParameter("give one of --dry-run, --rehearse and --slurm")
+    if slurm:
+        submit_preset(preset, force=force, only=only or (), gpus=gpus, nodes=nodes, workers=workers, hours=hours, partition=partition)
+        return
+    if rehearsal:
+        failed = [name for name, result in rehearse(preset, only=only or ()).items() if result.startswith("failed")]
+        raise typer.Exit(1 if failed else 0)
+    if dry_run:
+        checked = read_preset(preset)
+        print(plan_text(checked, _chosen(checked, only or []), measured_rates(_checkout(None)), images_per_second, force))
+        return
+    results = run_preset(preset, force=force, only=only or ())
     print("\n" + summary(read_preset(preset)))
     failed = [name for name, result in results.items() if result.startswith("failed")]
     if failed: print(f"\nfailed, see above: {', '.join(failed)}. The same command runs what is not done.", file=sys.stderr)
@@ -406,12 +648,15 @@ def _run(preset: Annotated[str, typer.Argument(metavar="PRESET", help="Name of a
 
 # %% ../nbs/10_runs.ipynb #eb641ddc
 @app.command("train")
-def _train(config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="YAML file with the fields of debias_clip.train.TrainConfig.")]):
+def _train(config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="YAML file with the fields of debias_clip.train.TrainConfig.")],
+           models: Annotated[Path, typer.Option(metavar="DIR", help="Folder for trained models.")] = Path("models"),
+           workers: Annotated[int, typer.Option(metavar="N", min=0, help="Processes that load images.")] = 0):
     """Train a model from a file of settings.
 
     On several processes: torchrun --nproc_per_node N -m debias_clip.train CONFIG.yaml"""
-    from debias_clip.train import main
-    main([str(config)])
+    from debias_clip.train import Stopped, read_config, train
+    try: print(train(read_config(config), models, workers).weights)
+    except Stopped as e: print(f"debias-clip: {e}", file=sys.stderr); raise typer.Exit(128 + 15) from None   # as a shell says of SIGTERM
 
 # %% ../nbs/10_runs.ipynb #5ca01f51
 def _records(data: str, root: Path | None):
@@ -425,6 +670,10 @@ def _records(data: str, root: Path | None):
     if data in PROTOCOLS: raise ValueError(f"where does {data} lie? Give its folder as --root DIR")
     raise ValueError(f"there is no {data}: give a folder with captions.csv or captions.jsonl, such a table, or --root DIR and a data set's name; {_near(data, PROTOCOLS)}")
 
+def _text_kinds(records) -> dict[str, list[list[str]]]:
+    "The texts of each image that are retrieved: the long caption and, where there are any, the short ones."
+    return {"long": [[records.text(c)] for c in records.captions]} | ({"short": records.short} if records.short is not None else {})
+
 def evaluate(model, tokenizer, transform, records) -> list[dict]:
     """Retrieval with the long captions of some records and, where they have any, their short ones.
 
@@ -433,9 +682,7 @@ def evaluate(model, tokenizer, transform, records) -> list[dict]:
     """
     from debias_clip.retrieval import encode_captions, encode_images, recall_at_k
     images, rows = encode_images(model, records, transform), []
-    kinds = {"long": [[" ".join(c)] for c in records.captions], "short": records.short}
-    for kind, texts in kinds.items():
-        if texts is None: continue
+    for kind, texts in _text_kinds(records).items():
         image_of_text = [i for i, several in enumerate(texts) for _ in several]
         before = tokenizer.truncated
         features = encode_captions(model, tokenizer, [t for several in texts for t in several])
@@ -443,52 +690,111 @@ def evaluate(model, tokenizer, transform, records) -> list[dict]:
     return rows
 
 # %% ../nbs/10_runs.ipynb #5574cae9
-_File = Annotated[Path | None, typer.Option(metavar="FILE", help="A checkpoint file; the same as giving it as --pretrained.")]
+_File = Annotated[Path | None, typer.Option(metavar="FILE", help="A checkpoint file, without --model where it tells its backbone.")]
+
+def _load(model: str | None, pretrained: str):
+    "(model, its backbone's name, image transform) for evaluation."
+    from debias_clip.models import create_model_and_transforms, load_checkpoint
+    if model is None and not Path(pretrained).exists(): raise ValueError(f"{pretrained} is no file that could tell its backbone: name the backbone (--model NAME), or mend the path")
+    name = model or load_checkpoint(pretrained).backbone
+    net, _, transform = create_model_and_transforms(name, pretrained)
+    return net.eval(), name, transform
 
 @app.command("eval")
-def _eval(model: Annotated[str, typer.Option(metavar="NAME", help="Backbone, as open_clip calls it, or scenes-clip and the like.")],
-          data: Annotated[str, typer.Option(metavar="NAME_OR_PATH", help="scenes, a data set's name, a table of captions or its folder.")],
+def _eval(data: Annotated[str, typer.Option(metavar="NAME_OR_PATH", help="scenes, a data set's name, a table of captions or its folder.")],
+          model: Annotated[str | None, typer.Option(metavar="NAME", help="Backbone, as open_clip calls it, or scenes-clip and the like; a checkpoint may tell it.")] = None,
           pretrained: Annotated[str | None, typer.Option(metavar="TAG_OR_FILE", help="A published tag, or a checkpoint file.")] = None,
           checkpoint: _File = None, root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the named data set.")] = None):
     "Measure retrieval, both ways, with any model."
     if (pretrained is None) == (checkpoint is None): raise typer.BadParameter("give one of --pretrained TAG_OR_FILE and --checkpoint FILE")
     import pandas
-    from debias_clip.models import create_model_and_transforms
+    from debias_clip.retrieval import protocol_card
     from debias_clip.tokens import get_tokenizer
+    from debias_clip.train import images_transform
     records = _records(data, root)
-    net, _, transform = create_model_and_transforms(model, pretrained or str(checkpoint))
-    rows = evaluate(net.eval(), get_tokenizer(model, net.context_length), transform, records)
-    print(pandas.DataFrame(rows).round(1).to_string(index=False))
+    net, name, transform = _load(model, pretrained or str(checkpoint))
+    tok = get_tokenizer(name, net.context_length)
+    print(pandas.DataFrame(evaluate(net, tok, images_transform(records, net, transform), records)).round(1).to_string(index=False))
+    rules = {"long": "the whole caption", "short": "its independent short captions"}
+    cards = {kind: {"backbone": name} | protocol_card(records, tok, [t for several in texts for t in several], rules[kind]) for kind, texts in _text_kinds(records).items()}
+    print("\n" + pandas.DataFrame(cards).to_string(header=len(cards) > 1))
 
 # %% ../nbs/10_runs.ipynb #8ab7af24
-data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at captions and images before training on them.")
+data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Know what you have before you train: list, fetch, check and look at data sets.")
 app.add_typer(data_app, name="data")
+_What = Annotated[str, typer.Argument(metavar="NAME_OR_PATH", help="A data set's name (with --root), or one's own table of captions, its folder, or shards.")]
+_Root = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the named data set.")]
 
-@data_app.callback()
-def _data(): pass   # with a single command below it, typer would leave the word "show" out
+def _wrong(e: Exception):
+    "Ends the command as one that was given wrongly."
+    print(f"debias-clip: {e}", file=sys.stderr)
+    raise typer.Exit(2)
+
+@data_app.command("list")
+def _list():
+    """What there is, and where.
+
+    The data sets of the paper: what each is, how large, under which licence, what `get` fetches of it, and the names it is read by."""
+    from debias_clip.datasets import data_table
+    print(data_table())
+
+@data_app.command("get")
+def _get(name: Annotated[str, typer.Argument(metavar="NAME", help="A data set of `debias-clip data list`.")],
+         root: Annotated[Path, typer.Option(metavar="DIR", help="Folder to put it into; made where it is not there.")],
+         captions_only: Annotated[bool, typer.Option("--captions-only", help="Leave the pictures out.")] = False,
+         keep: Annotated[bool, typer.Option("--keep", help="Keep archives after they are unpacked.")] = False,
+         unverified: Annotated[bool, typer.Option("--unverified", help="Take files whose size or checksum is not the known one.")] = False):
+    """Fetch what is open to everybody.
+
+    For pictures behind a licence it says where to ask and where to put them. A stopped or broken download goes on with the same command.
+    Exit code 0: all of it is there; 1: something is missing, or was refused; 2: wrong usage."""
+    from debias_clip.datasets import data_set, get_data
+    try: data_set(name)
+    except ValueError as e: _wrong(e)
+    try: whole = get_data(name, root, captions_only, unverified, keep, say=_say)
+    except KeyboardInterrupt: _say("stopped; the same command goes on from here"); raise typer.Exit(1) from None
+    raise typer.Exit(0 if whole else 1)
+
+# %% ../nbs/10_runs.ipynb #d5a0c4ec
+@data_app.command("check")
+def _check(data: _What, root: _Root = None,
+           quick: Annotated[bool, typer.Option("--quick", help="Do not open the pictures: names and sizes only.")] = False,
+           max_missing: Annotated[float, typer.Option(metavar="SHARE", min=0, max=1, help="Share of the images, 0 to 1, that may be missing.")] = 0.0,
+           report: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write every single finding into this file.")] = None):
+    """Count every fault of a copy.
+
+    Numbers other than published; records that cannot be read; images missing, misspelt, unreadable or repeated; captions blank or repeated; and how long the captions are.
+    Exit code 0: no faults; 1: faults; 2: wrong usage."""
+    from debias_clip.datasets import check_data
+    try: found = check_data(data, root, quick, max_missing)
+    except ValueError as e: _wrong(e)
+    print(found.summary())
+    if report is not None: write_atomically(report, json.dumps(found.as_dict(), indent=1, ensure_ascii=False) + "\n")
+    elif found.faults: print("Every one of them, by name: --report FILE.json")
+    raise typer.Exit(1 if found.faults else 0)
 
 @data_app.command("show")
 def _show(data: Annotated[str, typer.Argument(metavar="NAME_OR_PATH", help="scenes, a data set's name, a table of captions or its folder.")],
-          root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the named data set.")] = None,
-          n: Annotated[int, typer.Option(metavar="N", help="How many samples.")] = 3,
-          recipe: Annotated[str, typer.Option(metavar="NAME", help="Recipe of the short caption: debias, long_clip, …")] = "debias"):
-    "Show samples with both captions as training sees them."
-    from debias_clip.captions import RECIPES, sample_rng
+          root: _Root = None,
+          n: Annotated[int, typer.Option(metavar="N", min=1, help="How many samples.")] = 3,
+          recipe: Annotated[str, typer.Option(metavar="NAME", help="Recipe of the short caption: debias, long_clip, …")] = "debias",
+          model: Annotated[str | None, typer.Option(metavar="NAME", help="Backbone whose tokeniser counts (default: CLIP's).")] = None,
+          context: Annotated[int | None, typer.Option(metavar="TOKENS", min=3, help="Context length (default: the backbone's, stretched; 88 for scenes).")] = None):
+    """Samples as training sees them.
+
+    The long caption and the short ones drawn in the first two epochs, with their tokens, what is cut off, and the pads drawn before them."""
+    from debias_clip.captions import RECIPES
+    from debias_clip.datasets import show_samples
+    from debias_clip.tokens import get_tokenizer
     if recipe not in RECIPES: raise ValueError(f"no recipe {recipe!r}; {_near(recipe, RECIPES)}")
-    records = _records(data, root)
-    for i in range(min(n, len(records))):
-        print(f"{records.label(i)}\n  long:  {' '.join(records.captions[i])}\n  short: {' '.join(RECIPES[recipe](records.captions[i], sample_rng(0, 0, i)))}")
+    if data == "scenes" and model is None: model, context = "scenes-clip", context or 88     # as the presets train on them
+    print(show_samples(_records(data, root), RECIPES[recipe], get_tokenizer(model or "ViT-B-16-quickgelu", context), n))
 
 # %% ../nbs/10_runs.ipynb #153ac2cf
-def _foreseen(error: Exception) -> bool:
-    "Whether an error was raised by this library, or by the system about a file."
-    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return isinstance(error, OSError) or Path(debias_clip.__file__).parent in raised_in.parents
-
 def main():
     "The command `debias-clip`: its exit code is 0 only where all went well."
     try: app()
     except (ValueError, OSError) as e:
-        if not _foreseen(e): raise
+        if not foreseen(e): raise
         print(f"debias-clip: {e}", file=sys.stderr)
         sys.exit(1)

@@ -1,5 +1,5 @@
 """Batches of notebooks: checked before they start, cached, resumed after a kill, and never silently wrong."""
-import json, os, signal, subprocess, sys, time
+import json, os, re, signal, subprocess, sys, time
 from pathlib import Path
 
 import pytest
@@ -268,6 +268,18 @@ def own_captions(tmp_path):
 def invoke(*args): return CliRunner().invoke(runs.app, [*map(str, args)])
 
 
+@pytest.fixture
+def here(checkout, monkeypatch, capsys):
+    "The command debias-clip in a checkout, in this process: (exit code, what it printed, what it complained)."
+    monkeypatch.chdir(checkout.root)
+    def command(*args):
+        monkeypatch.setattr(sys, "argv", ["debias-clip", *map(str, args)])
+        with pytest.raises(SystemExit) as end: runs.main()
+        printed = capsys.readouterr()
+        return end.value.code, printed.out, printed.err
+    return command
+
+
 def test_data_show_tells_both_captions(own_captions):
     shown = invoke("data", "show", own_captions, "--n", 1, "--recipe", "no_summary")
     assert shown.exit_code == 0, shown.output
@@ -279,10 +291,226 @@ def test_data_show_tells_both_captions(own_captions):
 def test_eval_takes_a_checkpoint_either_way(own_captions):
     from debias_clip.models import create_model, save_checkpoint
     save_checkpoint(create_model("scenes-clip", keep=8), own_captions/"model.safetensors")
-    out = [invoke("eval", "--model", "scenes-clip", option, own_captions/"model.safetensors", "--data", own_captions) for option in ("--pretrained", "--checkpoint")]
+    out = [invoke("eval", *model, option, own_captions/"model.safetensors", "--data", own_captions) for model in (("--model", "scenes-clip"), ()) for option in ("--pretrained", "--checkpoint")]
     for shown in out: assert shown.exit_code == 0, (shown.output, shown.exception)
-    assert out[0].output == out[1].output and "t2i_R@1" in out[0].output and "long" in out[0].output
+    assert len({shown.output for shown in out}) == 1 and "t2i_R@1" in out[0].output and "long" in out[0].output
+    assert re.search(r"backbone +scenes-clip", out[0].output) and re.search(r"images +3", out[0].output) and re.search(r"truncated texts +0", out[0].output) and re.search(r"splitter +default", out[0].output)
     assert invoke("eval", "--model", "scenes-clip", "--data", own_captions).exit_code == 2
+    assert "name the backbone (--model NAME), or mend the path" in str(invoke("eval", "--pretrained", "openai", "--data", own_captions).exception)
+
+
+def test_eval_reads_the_offline_world(own_captions, monkeypatch):
+    "Its pictures are one array, which the model's transform for files does not take; its card has a column for the short texts."
+    from debias_clip import scenes
+    from debias_clip.models import create_model, save_checkpoint
+    save_checkpoint(create_model("scenes-clip", keep=8), own_captions/"model.safetensors")
+    few = scenes.scene_records("test", n=6)
+    monkeypatch.setattr(scenes, "scene_records", lambda split: few)
+    shown = invoke("eval", "--checkpoint", own_captions/"model.safetensors", "--data", "scenes")
+    assert shown.exit_code == 0, shown.exception
+    assert re.search(r"short +6 +30", shown.output) and re.search(r"texts +6 +30", shown.output)
+
+
+TINY = dict(embed_dim=16, quick_gelu=True, vision_cfg=dict(image_size=16, layers=1, width=64, patch_size=8), text_cfg=dict(context_length=77, vocab_size=49408, width=64, heads=1, layers=2))
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    "A backbone so small that a test can load it, known to open_clip as runs-tiny-quickgelu; and the state dict of one at 248 tokens."
+    import open_clip
+    from debias_clip.models import create_model
+    (tmp_path/"configs").mkdir()
+    (tmp_path/"configs"/"runs-tiny-quickgelu.json").write_text(json.dumps(TINY))
+    open_clip.add_model_config(tmp_path/"configs")
+    yield create_model("runs-tiny-quickgelu").state_dict()
+    open_clip.factory._MODEL_CONFIGS.pop("runs-tiny-quickgelu")
+    open_clip.factory._MODEL_CONFIG_PATHS.remove(tmp_path/"configs")
+
+
+def test_eval_of_published_layouts_needs_no_model(own_captions, tiny):
+    import torch
+    two = tiny | dict(positional_embedding_res=torch.randn(248, 64)*.1)
+    mask = {"mask_net.block.ln_1.weight": torch.ones(4), "mask_net.proj": torch.randn(4, 16)}
+    files = dict(long_clip=two, smartclip=dict(model=two | mask, epoch=2), release=dict(state_dict={"module." + ("" if k.startswith(("visual", "logit")) else "text.") + k: v for k, v in two.items()}, epoch=3))
+    for name, tree in files.items():
+        torch.save(tree, own_captions/f"{name}.pt")
+        shown = invoke("eval", "--checkpoint", own_captions/f"{name}.pt", "--data", own_captions)
+        assert shown.exit_code == 0 and re.search(r"backbone +runs-tiny-quickgelu", shown.output) and re.search(r"context length +248", shown.output), (name, shown.exception)
+
+
+@pytest.mark.parametrize("layout", ["rotary positions", "extra heads"])
+def test_eval_of_an_unreadable_layout_says_so_and_no_more(own_captions, tiny, layout):
+    "TULIP's text tower has no position table; FineLIP's checkpoint has heads that no CLIP has."
+    import torch
+    state = {k: v for k, v in tiny.items() if k != "positional_embedding"} | {"cls_emb": torch.randn(64)} if layout == "rotary positions" else tiny | {"token_refine.proj.weight": torch.randn(16, 16)}
+    torch.save(dict(state_dict=state), own_captions/"odd.pt")
+    for model in ((), ("--model", "runs-tiny-quickgelu")):
+        shown = invoke("eval", *model, "--checkpoint", own_captions/"odd.pt", "--data", own_captions)
+        assert isinstance(shown.exception, ValueError) and "odd.pt" in str(shown.exception) and shown.output == ""
+
+
+def test_train_says_what_is_wrong_as_eval_does(checkout, here):
+    (checkout.root/"bad.yaml").write_text("data: scenes\nbackbone: scenes-clip\nlr: fast\n")
+    (checkout.root/"field.yaml").write_text("data: scenes\nepoch: 1\n")
+    for file, told in [("bad.yaml", "lr='fast' is text"), ("field.yaml", "no field 'epoch'"), ("none.yaml", "No such file")]:
+        code, out, err = here("train", file)
+        assert code == 1 and out == "" and err.startswith("debias-clip: ") and file in err and told in err and err.count("\n") == 1, err
+    (checkout.root/"good.yaml").write_text("data: scenes\ndata_options: {split: train, n: 48}\nbackbone: scenes-clip\nepochs: 1\nbatch_size: 48\nwarmup: 1\nkeep: 8\ncontext_length: 88\n")
+    code, out, err = here("train", "good.yaml", "--models", "here")
+    assert code == 0 and out.startswith("here/") and (checkout.root/out.strip()).is_file(), err
+
+
+# ---- the plan
+
+SMALL = dict(data="scenes", backbone="scenes-clip", epochs=1, batch_size=32, warmup=1, keep=8, context_length=88, lr=1e-3)
+ARMS = {"start": None, "Long-CLIP": {"recipe": "long_clip"}, "DeBias": {"recipe": "debias", "pca_dim": 8}}
+EXPERIMENT = dict(arms=ARMS, seeds=[0], tests={"t": {"data": "scenes", "options": {"split": "test", "n": 12}}}, finetuning=SMALL | dict(pca_dim=8, data_options={"split": "train", "n": 40}),
+                  pretraining=SMALL | dict(data_options={"split": "web", "text": "short", "n": 40}, recipe=None, short_weight=0.0, context_length=28))
+
+
+def experiment(checkout, name, **parameters):
+    "An experiment notebook as those in nbs/experiments are: arms trained and scored."
+    full = EXPERIMENT | parameters
+    lines = ['out = "runs/demo"', 'preset = "demo"'] + [f"{k} = {v!r}" for k, v in full.items()]
+    work = "from debias_clip.report import for_backbone, score_arms\n" + (
+        "keys = {}\nfor backbone, other in backbones.items(): keys |= score_arms(arms, seeds, *for_backbone(finetuning, pretraining, backbone, other), tests, out)[1]"
+        if "backbones" in full else "_, keys = score_arms(arms, seeds, finetuning, pretraining, tests, out)")
+    checkout.notebook(name, work, parameters="\n".join(lines))
+
+
+def test_what_the_plan_names_is_what_the_run_trains(checkout):
+    experiment(checkout, "one", arms={"start": None, "DeBias": ARMS["DeBias"]})
+    experiment(checkout, "two", backbones={"scenes-clip": {}, "scenes-siglip": {"finetuning": {"lr": 2e-3}, "pretraining": {"seed": 5, "epochs": 2}}}, arms={"start": None, "DeBias": ARMS["DeBias"]})
+    checkout.preset("experiments: [one, two]\n")
+    jobs = read_preset("demo", checkout.root).jobs
+    models = runs.planned(jobs)
+    assert [(m.experiment, m.name, m.state, m.images) for m in models] == [
+        ("one", "start, seed 0", "to train", 32), ("one", "DeBias, seed 0", "to train", 32), ("two", "scenes-clip, start, seed 0", "as in one", 0), ("two", "scenes-clip, DeBias, seed 0", "as in one", 0),
+        ("two", "scenes-siglip, start, seed 0", "to train", 64), ("two", "scenes-siglip, DeBias, seed 0", "to train", 32)]
+    assert checkout.run() == {"one": "done", "two": "done"}
+    there = {f.name for f in (checkout.root/"runs/demo/models").iterdir()}
+    assert there == {m.key for m in models} and len(there) == 4
+    assert {m.state for m in runs.planned(jobs)} == {"trained"} and {m.images for m in runs.planned(jobs)} == {0}
+    rates = runs.measured_rates(checkout.root)
+    assert rates.keys() == {"scenes-clip", "scenes-siglip"} and all(r > 0 for r in rates.values())
+    text = runs.plan_text(read_preset("demo", checkout.root), jobs, rates)
+    assert text.count("cached") == 2 and text.endswith("demo: 0 of 2 notebooks to run, 0 models, nothing to train")
+    assert "done, and once more" in runs.plan_text(read_preset("demo", checkout.root), jobs, rates, force=True)
+
+
+def test_every_preset_has_a_plan():
+    "The paper's: 11 models of one seed, of which the ablation shares two with the main table and the backbones another two."
+    counts = {}
+    for name in ("smoke", "quick", "toy", "paper-b16", "paper-l14"):
+        models = runs.planned(read_preset(name, REPO).jobs)
+        counts[name] = len({m.key for m in models})
+        assert all(m.images is not None for m in models)
+    assert counts == dict(smoke=12, quick=12, toy=48, **{"paper-b16": 11, "paper-l14": 7}), counts
+
+
+def test_the_plan_says_hours_or_why_not(checkout, here):
+    experiment(checkout, "one", pretraining={})
+    (checkout.root/"captions.csv").write_text("image,caption\na.png,A. B.\n")
+    checkout.preset("experiments: [one]\none: {finetuning: {data: sharegpt4v, root: data, epochs: 3, batch_size: 256}}\n")
+    def said(*more):
+        code, out, err = here("run", "demo", "--dry-run", *more)
+        assert code == 0, err
+        return out
+    assert "2 models to train; hours unknown: how fast ViT-B-16-quickgelu trains here. Say --images-per-second N" in said()
+    assert "Long-CLIP, seed 0" in said() and "to train, 3,737,088 images" in said()
+    assert "2 models to train, about 2.1 hours and evaluation on top" in said("--images-per-second", "1000")     # 2 × 3 × 1,245,696/1000 s
+    folder = checkout.root/"runs/demo/models"/runs.planned(read_preset("demo", checkout.root).jobs)[0].key
+    folder.mkdir(parents=True)
+    (folder/"config.json").write_text('{"backbone": "ViT-B-16-quickgelu"}')
+    (folder/"log.jsonl").write_text('{"step": 1, "images_per_s": 1}\n{"step": 2, "images_per_s": 500}\n{"step": 3, "images_per_s": 600}\n{"step": 4, "ima')
+    assert "hours unknown" in said()                                       # a log cut by a kill says nothing
+    (folder/"log.jsonl").write_text('{"step": 1, "images_per_s": 1}\n{"step": 2, "images_per_s": 500}\n{"step": 3, "images_per_s": 600}\n')
+    assert "about 4.2 hours" in said()
+    (folder/"checkpoints/step-0014566").mkdir(parents=True)                # of 14,598: 32 steps are left
+    assert "begun, 8,192 images" in said()
+    checkout.preset("experiments: [one]\none: {finetuning: {data: captions.csv, epochs: 3, batch_size: 256}}\n")
+    assert "hours unknown: how many images captions.csv has" in said("--images-per-second", "9")
+
+
+# ---- a cluster
+
+def test_jobs_of_a_cluster_train_each_model_once_and_notebooks_wait(checkout):
+    "On submitit's local executor: two processes a training job, which share its batches; the notebook finds the models."
+    pytest.importorskip("submitit")
+    experiment(checkout, "one", arms={"start": None, "DeBias": ARMS["DeBias"]}); checkout.preset("experiments: [one]\n")
+    said, models = [], runs.planned(read_preset("demo", checkout.root).jobs)
+    sent = runs.submit_preset("demo", checkout.root, gpus=2, workers=0, hours=.1, cluster="local", say=said.append)
+    for job in sent.values(): job.results()
+    assert list(sent) == [f"{m.name} {m.key}" for m in models] + ["one"] and len(models) == 2
+    start, debias, _ = (j.job_id for j in sent.values())
+    assert said[1] == f"job {debias}  DeBias, seed 0 {models[1].key}  after {start}" and said[2].endswith(f"  one  after {start}, {debias}")
+    assert job_state(checkout.job("one")) == "done"
+    for m in models: assert sent[f"{m.name} {m.key}"].results() == [m.key, m.key] and (checkout.root/"runs/demo/models"/m.key/"model.safetensors").is_file()
+    assert runs.submit_preset("demo", checkout.root, cluster="local", say=said.append) == {}
+
+
+def test_jobs_that_wait_are_told_to_slurm(checkout, monkeypatch):
+    "What sbatch would be given, with an executor that only notes it."
+    submitit = pytest.importorskip("submitit")
+    experiment(checkout, "one"); checkout.preset("experiments: [one]\n")
+    given = []
+    class Noting:
+        def __init__(self, folder, cluster): self.parameters = {}
+        def update_parameters(self, **kwargs): self.parameters |= kwargs
+        def submit(self, work):
+            given.append(dict(self.parameters, work=work))
+            return type("Job", (), dict(job_id=str(100 + len(given))))()
+    monkeypatch.setattr(submitit, "AutoExecutor", Noting)
+    with pytest.raises(ValueError, match="no sbatch here"): runs.submit_preset("demo", checkout.root, gpus=2)
+    monkeypatch.setattr(runs.shutil, "which", lambda name: f"/usr/bin/{name}")
+    with pytest.raises(ValueError, match="start, seed 0: a batch_size of 32 cannot be shared by 3 GPUs"): runs.submit_preset("demo", checkout.root, gpus=3)
+    with pytest.raises(ValueError, match="Long-CLIP, seed 0: 8 samples a GPU cannot give pca_dim=8 components: ask for fewer GPUs"): runs.submit_preset("demo", checkout.root, gpus=2, nodes=2)
+    assert not given
+    experiment(checkout, "one", finetuning=EXPERIMENT["finetuning"] | dict(pca_dim=4), arms=ARMS | {"DeBias": {"recipe": "debias"}})
+    runs.submit_preset("demo", checkout.root, gpus=2, nodes=2, workers=3, hours=12, partition="a100", say=lambda text: None)
+    waits = [g["slurm_additional_parameters"].get("dependency") for g in given]
+    assert waits == [None, "afterok:101", "afterok:101", "afterok:101:102:103"]
+    train, notebook = given[1], given[-1]
+    assert {k: train[k] for k in ("nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "timeout_min", "slurm_partition")} == dict(nodes=2, tasks_per_node=2, gpus_per_node=2, cpus_per_task=4, timeout_min=720, slurm_partition="a100")
+    assert (notebook["nodes"], notebook["tasks_per_node"], notebook["gpus_per_node"]) == (1, 1, 1) and re.fullmatch(r"[\w.-]+", train["name"])
+    again = train["work"].checkpoint()                                     # what submitit queues when the time is up
+    assert again.function == train["work"]
+
+
+def test_submitit_is_an_extra(checkout, monkeypatch):
+    experiment(checkout, "one"); checkout.preset("experiments: [one]\n")
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(ValueError, match=r"pip install 'debias_clip\[slurm\]'"): runs.submit_preset("demo", checkout.root, gpus=0)
+
+
+def test_the_slurm_script_starts_torchrun_on_every_node(checkout):
+    "Where srun runs its command once and scontrol names this machine, the script trains the model."
+    script, bin = REPO/"runs/paper-b16/train.slurm", checkout.root/"bin"
+    bin.mkdir()
+    (bin/"srun").write_text('#!/bin/bash\nexec "$@"\n'); (bin/"scontrol").write_text("#!/bin/bash\necho 127.0.0.1\n")
+    for file in bin.iterdir(): file.chmod(0o755)
+    (checkout.root/"small.yaml").write_text("data: scenes\ndata_options: {split: train, n: 48}\nbackbone: scenes-clip\nepochs: 1\nbatch_size: 48\nwarmup: 1\nkeep: 8\ncontext_length: 88\npca_dim: 8\n")
+    env = os.environ | dict(PATH=f"{bin}:{Path(sys.executable).parent}:{os.environ['PATH']}", PYTHONPATH=str(REPO), SLURM_SUBMIT_DIR=str(checkout.root), SLURM_JOB_NODELIST="n1", SLURM_JOB_ID="7", SLURM_NNODES="1",
+                            SLURM_GPUS_ON_NODE="2", SLURM_CPUS_PER_TASK="2", MODELS="here", WORKERS="0")
+    done = subprocess.run(["bash", str(script), "small.yaml"], cwd=checkout.root, env=env, text=True, capture_output=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(list((checkout.root/"here").glob("*/model.safetensors"))) == 1
+    lines = script.read_text().splitlines()
+    assert {"#SBATCH --nodes=1", "#SBATCH --ntasks-per-node=1", "#SBATCH --requeue"} <= set(lines) and any(line.startswith("#SBATCH --signal=") for line in lines)
+
+
+def test_the_slurm_scripts_configuration_is_the_presets():
+    from debias_clip.train import model_key, read_config
+    names = {m.key: m.name for m in runs.planned(read_preset("paper-b16", REPO).jobs) if m.experiment == "main_table"}
+    assert names[model_key(read_config(REPO/"runs/paper-b16/debias.yaml"))] == "DeBias recipe, seed 0"
+
+
+# ---- the rehearsal
+
+def test_a_rehearsal_needs_something_to_rehearse(checkout):
+    with pytest.raises(ValueError, match="quick cannot be rehearsed: it reads no data set from disk.*`debias-clip run smoke`"): runs.rehearse("quick", REPO)
+    experiment(checkout, "one", pretraining={}, finetuning=SMALL | dict(data="captions.csv", pca_dim=8)); checkout.preset("experiments: [one]\n")
+    with pytest.raises(ValueError, match="captions.csv is a table of one's own"): runs.rehearse("demo", checkout.root)
 
 
 # ---- where results go

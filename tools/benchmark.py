@@ -1,19 +1,251 @@
-"""benchmark.py: prints what the offline world must reach on one core, and the memory of recall at Flickr30k's size. Not a test: machines differ."""
-import subprocess, sys, time
+"""benchmark.py: what speed and memory must reach. Not a test: machines differ.
 
+  python tools/benchmark.py          the offline world on one core, and the memory of recall at Flickr30k's size
+  python tools/benchmark.py step     a plain training step beside ours: operations, seconds, memory, losses; --help lists what can be set
+"""
+import argparse, dataclasses, json, resource, statistics, subprocess, sys, time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
 import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from debias_clip.captions import RECIPES
-from debias_clip.data import PairDataset, TextStore, text_speed
+from debias_clip import models
+from debias_clip.captions import RECIPES, split_sentences
+from debias_clip.data import PairDataset, Records, TextStore, text_speed
+from debias_clip.keys import code_hash, content_key
+from debias_clip.losses import DualCaptionLoss
+from debias_clip.models import create_model, encode_texts
+from debias_clip.results import device_name
 from debias_clip.scenes import draw_scenes, render, scene_records
-from debias_clip.tokens import get_tokenizer
+from debias_clip.tokens import get_tokenizer, model_config, stretched_length, text_family
+from debias_clip.train import _attention, _Towers
 
-torch.set_num_threads(1)
-start = time.perf_counter(); render(draw_scenes(4000, seed=0))
-print(f"rendering: {4000/(time.perf_counter() - start):,.0f} scenes/s, once a run")
-records, tok = scene_records("train"), get_tokenizer("scenes-clip", 88)
-start = time.perf_counter(); store = TextStore(records.captions, tok)
-print(f"tokenising every sentence once: {len(records)/(time.perf_counter() - start):,.0f} captions/s")
-for name, recipe in RECIPES.items(): print(f"augmentation and token rows, long and short, {name}: {text_speed(PairDataset(records, store, recipe, None)):,.0f} captions/s (to reach: 20,000)")
-print("recall_at_k at the size of Flickr30k (to reach: under 2 GB):", flush=True)
-subprocess.run([sys.executable, "-m", "debias_clip.retrieval"], check=True)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured. backbone, context_length, keep: as in `models.create_model`, random weights; captions: a folder with captions.jsonl (a "caption" a line) or
+    DOCCI's own file, or one without: text of the offline world in DOCCI's lengths; batch: images, each with a long and a short caption; recipe, pca_dim: of the
+    trainer; precision: fp32 or bf16; kernels: of attention, for both ways, "trainer" (as in `train`) or "torch" (what PyTorch chooses by itself)."""
+    backbone: str = "ViT-B-16-quickgelu"
+    context_length: int | None = None
+    keep: int = 20
+    captions: str = "/none/"
+    batch: int = 32
+    recipe: str = "debias"
+    pca_dim: int = 16
+    precision: str = "fp32"
+    kernels: str = "trainer"
+
+    def __post_init__(self):
+        if text_family(self.backbone) != "clip": raise SystemExit(f"The text tower of {self.backbone} reads every position, so nothing can be left out: take a CLIP backbone.")
+        if self.precision not in ("fp32", "bf16"): raise SystemExit(f"precision is fp32 or bf16, not {self.precision!r}.")
+        if self.kernels not in ("trainer", "torch"): raise SystemExit(f"kernels is trainer or torch, not {self.kernels!r}.")
+        if self.batch <= self.pca_dim: raise SystemExit(f"pca_dim={self.pca_dim} needs a batch of {self.pca_dim + 1} or more.")
+
+
+def long_captions(s, tok):
+    "Captions as lists of sentences, and what they are."
+    for name, field in (("captions.jsonl", "caption"), ("docci_descriptions.jsonlines", "description")):
+        file = Path(s.captions)/name
+        if not file.is_file(): continue
+        with open(file, encoding="utf-8") as lines: texts = [json.loads(line)[field] for _, line in zip(range(s.batch), lines)]
+        if len(texts) < s.batch: raise SystemExit(f"{file} has {len(texts)} captions, and a batch needs {s.batch}: take a smaller --batch.")
+        return [split_sentences(t) for t in texts], f"the first {s.batch} captions of {file.parent.name}"
+    sentences = iter([x for caption in scene_records("train", 16*s.batch).captions for x in caption])
+    lengths = np.random.default_rng(0).lognormal(4.90, .35, s.batch)   # tokens of a caption of DOCCI: mean 142, a tenth below 86, a tenth above 212
+    captions = []
+    for n in lengths:
+        captions.append([next(sentences)])
+        while sum(len(tok.encode(x)) for x in captions[-1]) < n: captions[-1].append(next(sentences))
+    return captions, f"{s.batch} captions of the offline world, as long as DOCCI's"
+
+def make_batch(s):
+    "What the trainer's loader would give: pictures, long and short token rows; and what the captions are."
+    tok = get_tokenizer(s.backbone, s.context_length or stretched_length(model_config(s.backbone)["text_cfg"].get("context_length", 77), s.keep))
+    captions, what = long_captions(s, tok)
+    records = Records("benchmark", render(draw_scenes(s.batch, seed=0)), captions)
+    batch = PairDataset(records, TextStore(captions, tok), RECIPES[s.recipe], None).__getitems__([(0, i) for i in range(s.batch)])
+    return batch, what
+
+def sized(batch, model):
+    "The pictures at the model's size, as floats."
+    size = model.visual.image_size
+    image = F.interpolate(batch["image"].float()/127.5 - 1, size if isinstance(size, tuple) else (size, size), mode="bilinear")
+    return {"image": image, "long": batch["long"], "short": batch["short"]}
+
+
+class Plain:
+    "Both captions at full length with open_clip's own encoder and dense masks."
+    def __init__(self, model): self.model = model
+    def texts(self, batch): return torch.cat([self.model.encode_text(batch[k], normalize=True) for k in ("long", "short")])
+    def features(self, batch): return self.model.encode_image(batch["image"], normalize=True), *self.texts(batch).chunk(2), self.model.logit_scale.exp()
+
+class Ours:
+    "The trainer's towers."
+    def __init__(self, model): self.model, self.towers = model, _Towers(model)
+    def texts(self, batch): return encode_texts(self.model, torch.cat([batch["long"], batch["short"]]), normalize=True)
+    def features(self, batch): return self.towers(batch)[:4]
+
+VARIANTS = {"plain": Plain, "ours": Ours}
+
+
+def build(s, variant):
+    torch.manual_seed(0)
+    return VARIANTS[variant](create_model(s.backbone, None, s.context_length, s.keep).to(DEVICE).train())
+
+def step(s, way, batch, what, criterion):
+    "Forward and backward of a whole training step, or of the text branch alone. Returns the loss."
+    way.model.zero_grad()
+    with _attention(DEVICE) if s.kernels == "trainer" else nullcontext(), torch.autocast(DEVICE.type, torch.bfloat16, enabled=s.precision == "bf16"):
+        if what == "step": loss = criterion(*[f.float() for f in way.features(batch)])["loss"]
+        else: loss = way.texts(batch).float()[:, 0].sum()
+        loss.backward()
+    return loss.item()   # waits for a GPU
+
+def worker(s, variant):
+    "A variant's own process: a line in (step or text), a line of JSON out."
+    way, criterion = build(s, variant), DualCaptionLoss(pca_dim=s.pca_dim)
+    batch = {k: v.to(DEVICE) for k, v in sized(make_batch(s)[0], way.model).items()}
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        start = time.perf_counter()
+        loss = step(s, way, batch, line.strip(), criterion)
+        seconds = time.perf_counter() - start
+        peak = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*(1 if sys.platform == "darwin" else 1024)
+        print(json.dumps({"seconds": seconds, "loss": loss, "peak": peak}), flush=True)
+
+
+class Process:
+    "A variant in a process of its own, that works when it is asked."
+    def __init__(self, s, variant):
+        self.variant = variant
+        self.process = subprocess.Popen([sys.executable, __file__, "worker", variant, json.dumps(dataclasses.asdict(s))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def answer(self):
+        for line in self.process.stdout:
+            if line.startswith("{"): return json.loads(line)
+        raise SystemExit(f"The process of {self.variant!r} ended with {self.process.wait()} (-9: not enough memory): see its message above, or take a smaller --batch.")
+
+    def ask(self, what):
+        print(what, file=self.process.stdin, flush=True)
+        return self.answer()
+
+    def __enter__(self): return self
+    def __exit__(self, *error):
+        self.process.stdin.close()
+        if error[0]: self.process.terminate()
+        self.process.wait()
+
+def measure(s, repeats, cache):
+    "Interleaved repeats, plain, ours, plain, …; what a run that was stopped left in the cache (a file of JSON lines) is not measured again. Returns a list of dicts."
+    rows = [json.loads(line) for line in cache.read_text().splitlines() if line.endswith("}")] if cache and cache.is_file() else []
+    todo = [(what, i, v) for what in ("step", "text") for i in range(repeats) for v in VARIANTS if not any((r["what"], r["repeat"], r["variant"]) == (what, i, v) for r in rows)]
+    if not todo: return rows
+    with Process(s, "plain") as plain, Process(s, "ours") as ours:
+        for p in (plain, ours): p.answer()
+        for what, i, v in todo:
+            rows.append({"what": what, "repeat": i, "variant": v} | {"plain": plain, "ours": ours}[v].ask(what))
+            print(f"{what} {v} {i + 1}/{repeats}: {rows[-1]['seconds']:.2f} s", file=sys.stderr)
+            if cache: append(cache, rows[-1])
+    return rows
+
+def append(cache, row):
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    with open(cache, "a") as f: f.write(("" if not f.tell() or cache.read_text().endswith("\n") else "\n") + json.dumps(row) + "\n")
+
+
+def count_operations(s):
+    """Floating point operations of a step, forward and backward, counted by PyTorch on its `meta` device, where attention is two matrix products and masked pairs count:
+    done by each variant and needed; of the step and of the text branch alone."""
+    batch, tokens_plan = make_batch(s)[0], models._plan
+    on_meta = lambda x: x.to("meta") if torch.is_tensor(x) else [models._Group(*map(on_meta, g)) for g in x] if isinstance(x, list) else x
+    def count(f):
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), mock.patch.object(models, "_plan", lambda t: models._Plan(*map(on_meta, tokens_plan(t)))): f().sum().backward()
+        return counter.get_total_flops()
+    with torch.device("meta"): ways = {v: VARIANTS[v](create_model(s.backbone, None, s.context_length, s.keep).train()) for v in VARIANTS}
+    image = count(lambda: ways["plain"].model.encode_image(sized(batch, ways["plain"].model)["image"].to("meta")))
+    text = {v: count(lambda way=way: way.texts(batch)) for v, way in ways.items()} | {"needed": needed_operations(ways["ours"].model, batch)}
+    return {"text": text, "step": {v: n + image for v, n in text.items()}}
+
+def needed_operations(model, batch):
+    "Of the text branch: each real token once, the pads before words once a batch, each reading its own causal context alone; in the last block only the pooled tokens ask."
+    tower = getattr(model, "text", model)
+    rows = torch.cat([batch["long"], batch["short"]])
+    if tower.attn_mask is None: lengths, first = [rows.shape[1]]*len(rows), [0]*len(rows)
+    else:
+        lengths = (rows.argmax(-1) + 1).tolist()
+        first = [min(n - 1, int((row[1:] == 0).int().cumprod(0).sum()) + 1) for row, n in zip(rows, lengths)]
+    d, layers, out = tower.positional_embedding.shape[1], len(tower.transformer.resblocks), tower.text_projection.numel() if torch.is_tensor(tower.text_projection) else tower.text_projection.weight.numel()
+    context = [np.arange(a, n) + 1 if tower.attn_mask is not None else np.full(n, n) for a, n in zip(first, lengths)] + [np.arange(max(first)) + 1]
+    tokens, pairs = sum(map(len, context)), sum(int(c.sum()) for c in context)
+    forward = (layers - 1)*(12*d*d*tokens + 2*d*pairs) + 2*d*d*tokens + len(rows)*(10*d*d + out) + 2*d*sum(lengths)
+    return 3*2*forward   # a product and a sum; the backward pass is twice the forward pass
+
+
+def benchmark(s, repeats, cache=None):
+    "All numbers of a setting, as plain data."
+    cache = cache/f"benchmark-{content_key(setting=dataclasses.asdict(s), code=code_hash(['train']), device=device_name(), threads=torch.get_num_threads())}.jsonl" if cache else None
+    rows, flops, batch = measure(s, repeats, cache), count_operations(s), make_batch(s)
+    if cache: cache.unlink(missing_ok=True)
+    of = lambda what, v, key: [r[key] for r in rows if r["what"] == what and r["variant"] == v and r["repeat"] < repeats]
+    text = torch.cat([batch[0]["long"], batch[0]["short"]])
+    return {"setting": dataclasses.asdict(s) | {"captions": batch[1]}, "repeats": repeats, "device": device_name(), "threads": torch.get_num_threads(), "torch": torch.__version__,
+            "tokens": {"every position": text.numel(), "up to the pooled one": int((text.argmax(-1) + 1).sum()), "each once": len(models._plan(text).ids)},
+            "flops": flops, "seconds": {what: {v: of(what, v, "seconds") for v in VARIANTS} for what in ("step", "text")},
+            "peak": {v: max(of("step", v, "peak")) for v in VARIANTS}, "loss": {v: of("step", v, "loss")[0] for v in VARIANTS}}
+
+def summary(result):
+    "Rows (dicts) of a table: quantity, plain, ours, ratio, and what the ratio is to reach with ViT-B/16 on a CPU."
+    n, median = result["setting"]["batch"], lambda what, v: statistics.median(result["seconds"][what][v])
+    row = lambda name, plain, ours, target="", up=True: {"quantity": name, "plain": plain, "ours": ours, "ratio": plain/ours if up else ours/plain, "to reach": target}
+    f, rows = result["flops"], []
+    rows.append(row("step: 10¹² operations", f["step"]["plain"]/1e12, f["step"]["ours"]/1e12, "≥ 1.4"))
+    rows.append({**row("step: images/s", n/median("step", "plain"), n/median("step", "ours"), "≥ 1.35"), "ratio": median("step", "plain")/median("step", "ours")})
+    rows.append(row("step: peak memory, GB", result["peak"]["plain"]/1e9, result["peak"]["ours"]/1e9, "≤ 0.75", up=False))
+    rows.append(row("text branch: 10¹² operations", f["text"]["plain"]/1e12, f["text"]["ours"]/1e12))
+    rows.append(row("text branch: seconds", median("text", "plain"), median("text", "ours"), "≥ 2"))
+    for what in ("step", "text"): rows.append(row(f"{what}: operations done / needed", f[what]["plain"]/f[what]["needed"], f[what]["ours"]/f[what]["needed"]))
+    return rows
+
+
+def world():
+    torch.set_num_threads(1)
+    start = time.perf_counter(); render(draw_scenes(4000, seed=0))
+    print(f"rendering: {4000/(time.perf_counter() - start):,.0f} scenes/s, once a run")
+    records, tok = scene_records("train"), get_tokenizer("scenes-clip", 88)
+    start = time.perf_counter(); store = TextStore(records.captions, tok)
+    print(f"tokenising every sentence once: {len(records)/(time.perf_counter() - start):,.0f} captions/s")
+    for name, recipe in RECIPES.items(): print(f"augmentation and token rows, long and short, {name}: {text_speed(PairDataset(records, store, recipe, None)):,.0f} captions/s (to reach: 20,000)")
+    print("recall_at_k at the size of Flickr30k (to reach: under 2 GB):", flush=True)
+    subprocess.run([sys.executable, "-m", "debias_clip.retrieval"], check=True)
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command")
+    one = commands.add_parser("step", help="a plain training step beside ours", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for f in dataclasses.fields(Setting): one.add_argument("--" + f.name.replace("_", "-"), default=f.default, type=str if isinstance(f.default, str) else int)
+    one.add_argument("--repeats", default=3, type=int, help="of each variant, interleaved; medians are shown")
+    one.add_argument("--cache", type=Path, help="folder that keeps each repeat until the end, so that a run that was stopped goes on")
+    one.add_argument("--json", action="store_true", help="print all numbers as JSON")
+    inner = commands.add_parser("worker")
+    inner.add_argument("variant", choices=VARIANTS); inner.add_argument("setting", type=json.loads)
+    given = vars(parser.parse_args())
+    command = given.pop("command")
+    if command is None: return world()
+    if command == "worker": return worker(Setting(**given["setting"]), given["variant"])
+    repeats, cache, as_json = (given.pop(k) for k in ("repeats", "cache", "json"))
+    result = benchmark(Setting(**given), repeats, cache)
+    if as_json: return print(json.dumps(result | {"table": summary(result)}))
+    print(f"{result['setting']['backbone']}, {result['setting']['captions']}, {result['device']}, {result['threads']} threads, {result['setting']['precision']}, medians of {repeats}")
+    for r in summary(result): print(f"{r['quantity']:32} {r['plain']:8.3f} {r['ours']:8.3f}   ratio {r['ratio']:.2f} {r['to reach']}")
+    print(f"losses: {result['loss']['plain']:.6f} and {result['loss']['ours']:.6f}")
+
+if __name__ == "__main__": main()
