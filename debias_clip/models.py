@@ -144,7 +144,11 @@ def _is_plain(tower):
 
 # %% ../nbs/02_models.ipynb #5b0c7a12
 class _Group(NamedTuple):
-    "Captions that go through attention together: `n` of them, padded to `m` tokens; `take`: where their tokens lie among n·m; `prefix`: shared tokens they read; `mask` of all (None: causal), `last` of the pooled."
+    """Captions that go through attention together: `n` of them, padded to `m` tokens.
+
+    `take`: where their tokens lie among n·m, int64; `prefix`: how many shared tokens stand before them; `mask`: bool [n, 1, m, prefix + m], or None, which is causal;
+    `last`: bool [n, 1, 1, prefix + m], the same for the last token of each.
+    """
     n: int
     m: int
     take: torch.Tensor
@@ -153,7 +157,11 @@ class _Group(NamedTuple):
     last: torch.Tensor
 
 class _Plan(NamedTuple):
-    "What is left of a batch: `ids`, `at`: tokens and positions, int64 [T]; `groups`, in the order of the tokens; `pooled`: rows of the last token of each caption; `back` [n]: from their order to the batch's."
+    """What is left of a batch of n captions, T tokens in a row.
+
+    `ids`, `at`: tokens and positions, int64 [T]; `groups`: list of `_Group`, in the order of the tokens, the shared prefix first as a caption of its own;
+    `pooled`: where the last token of each caption lies, int64; `back`: from their order to the batch's, int64 [n].
+    """
     ids: torch.Tensor
     at: torch.Tensor
     groups: list
@@ -161,7 +169,7 @@ class _Plan(NamedTuple):
     back: torch.Tensor
 
 def _plan(tokens):
-    "The `_Plan` of token rows [n, context_length]: the shared prefix, as a caption of its own, then captions without pads by length, then those with pads by length of what follows the pads."
+    "The `_Plan` of token rows [n, context_length]: shared prefix, captions without pads by length, then those with pads, by the length of what follows the pads."
     end = tokens.argmax(-1)
     lead = torch.cat([tokens[:, :1] == tokens[0, 0], tokens[:, 1:] == 0], 1).cumprod(1).sum(1).minimum(end)  # SOT and pads
     end, lead = torch.stack([end, lead]).cpu()                                                             # waits for the device, once

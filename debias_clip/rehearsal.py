@@ -199,6 +199,7 @@ def _labelled(file, preset, from_files):
     nb["cells"][:0] = [dict(cell_type="markdown", id="rehearsal", metadata={}, source=label)] + [dict(cell_type="code", id="hurry", metadata={}, outputs=[], execution_count=None, source=code)]*from_files
     return nb
 
+# %% ../nbs/09a_rehearsal.ipynb #8444599b
 def prepare(folder, preset, notebooks, say=print):
     """Writes a checkout in which a preset can be rehearsed.
 

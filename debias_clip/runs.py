@@ -476,6 +476,7 @@ def _forget_models(job: Job, later: list[Job]) -> None:
     for folder in (job.root/job.out/"models").glob("*"):
         if folder.name not in needed: shutil.rmtree(folder)
 
+# %% ../nbs/10_runs.ipynb #f3ce7faa
 def rehearse(preset, root=None, only: Iterable[str] = (), say=_say) -> dict[str, str]:
     """Runs the notebooks of a preset from end to end on random weights and made-up data, in a temporary folder; the numbers mean nothing.
 

@@ -167,8 +167,9 @@ def count_operations(s):
     done by each variant and needed; of the step and of the text branch alone."""
     batch, tokens_plan = make_batch(s)[0], models._plan
     on_meta = lambda x: x.to("meta") if torch.is_tensor(x) else [models._Group(*map(on_meta, g)) for g in x] if isinstance(x, list) else x
+    meta_plan = lambda tokens: models._Plan(*map(on_meta, tokens_plan(tokens)))
     def count(f):
-        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), mock.patch.object(models, "_plan", lambda t: models._Plan(*map(on_meta, tokens_plan(t)))): f().sum().backward()
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), mock.patch.object(models, "_plan", meta_plan): f().sum().backward()
         return counter.get_total_flops()
     with torch.device("meta"): ways = {v: VARIANTS[v](create_model(s.backbone, None, s.context_length, s.keep).train()) for v in VARIANTS}
     image = count(lambda: ways["plain"].model.encode_image(sized(batch, ways["plain"].model)["image"].to("meta")))
@@ -179,12 +180,10 @@ def needed_operations(model, batch):
     "Of the text branch: each real token once, the pads before words once a batch, each reading its own causal context alone; in the last block only the pooled tokens ask."
     tower = getattr(model, "text", model)
     rows = torch.cat([batch["long"], batch["short"]])
-    if tower.attn_mask is None: lengths, first = [rows.shape[1]]*len(rows), [0]*len(rows)
-    else:
-        lengths = (rows.argmax(-1) + 1).tolist()
-        first = [min(n - 1, int((row[1:] == 0).int().cumprod(0).sum()) + 1) for row, n in zip(rows, lengths)]
-    d, layers, out = tower.positional_embedding.shape[1], len(tower.transformer.resblocks), tower.text_projection.numel() if torch.is_tensor(tower.text_projection) else tower.text_projection.weight.numel()
-    context = [np.arange(a, n) + 1 if tower.attn_mask is not None else np.full(n, n) for a, n in zip(first, lengths)] + [np.arange(max(first)) + 1]
+    lengths = (rows.argmax(-1) + 1).tolist()
+    first = [min(n - 1, int((row[1:] == 0).int().cumprod(0).sum()) + 1) for row, n in zip(rows, lengths)]   # of its own, behind SOT and pads
+    d, layers, out = tower.positional_embedding.shape[1], len(tower.transformer.resblocks), getattr(tower.text_projection, "weight", tower.text_projection).numel()
+    context = [np.arange(a, n) + 1 for a, n in zip(first, lengths)] + [np.arange(max(first)) + 1]
     tokens, pairs = sum(map(len, context)), sum(int(c.sum()) for c in context)
     forward = (layers - 1)*(12*d*d*tokens + 2*d*pairs) + 2*d*d*tokens + len(rows)*(10*d*d + out) + 2*d*sum(lengths)
     return 3*2*forward   # a product and a sum; the backward pass is twice the forward pass
@@ -192,7 +191,8 @@ def needed_operations(model, batch):
 
 def benchmark(s, repeats, cache=None):
     "All numbers of a setting, as plain data."
-    cache = cache/f"benchmark-{content_key(setting=dataclasses.asdict(s), code=code_hash(['train']), device=device_name(), threads=torch.get_num_threads())}.jsonl" if cache else None
+    key = content_key(setting=dataclasses.asdict(s), code=code_hash(["train"]), device=device_name(), threads=torch.get_num_threads())
+    cache = cache/f"benchmark-{key}.jsonl" if cache else None
     rows, flops, batch = measure(s, repeats, cache), count_operations(s), make_batch(s)
     if cache: cache.unlink(missing_ok=True)
     of = lambda what, v, key: [r[key] for r in rows if r["what"] == what and r["variant"] == v and r["repeat"] < repeats]
@@ -244,7 +244,7 @@ def main():
     repeats, cache, as_json = (given.pop(k) for k in ("repeats", "cache", "json"))
     result = benchmark(Setting(**given), repeats, cache)
     if as_json: return print(json.dumps(result | {"table": summary(result)}))
-    print(f"{result['setting']['backbone']}, {result['setting']['captions']}, {result['device']}, {result['threads']} threads, {result['setting']['precision']}, medians of {repeats}")
+    print(", ".join([result["setting"][k] for k in ("backbone", "captions", "precision")]) + f", {result['device']}, {result['threads']} threads, medians of {repeats}; to reach: with ViT-B/16")
     for r in summary(result): print(f"{r['quantity']:32} {r['plain']:8.3f} {r['ours']:8.3f}   ratio {r['ratio']:.2f} {r['to reach']}")
     print(f"losses: {result['loss']['plain']:.6f} and {result['loss']['ours']:.6f}")
 
