@@ -7,6 +7,7 @@ __all__ = ['SMALL', 'made_up_caption', 'write_data', 'publish', 'small_parameter
 
 # %% ../nbs/09a_rehearsal.ipynb #6e346418
 import json, shutil
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import yaml
 from PIL import Image
 from safetensors.torch import save_file
 
+from . import retrieval
 from .data import PROTOCOLS
 from .datasets import data_set
 from .models import create_model
@@ -239,9 +241,14 @@ def _check_disk(folder, smalls, inits):
 
 # %% ../nbs/09a_rehearsal.ipynb #38e7892b
 def hurry():
-    "For a kernel in which all weights come from files: modules are made without drawing their weights, and on a processor with bfloat16 everything is computed in it."
+    "For a kernel in which all weights come from files: modules are made without drawing their weights, and on a processor with bfloat16 pictures and texts are encoded in it (training does so by itself)."
     import timm.layers.weight_init as timm_init
     leave = lambda tensor, *args, **kwargs: tensor
     for name in ("uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_"): setattr(torch.nn.init, name, leave)
     timm_init._trunc_normal_ = leave
-    if any(getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")) and not torch.cuda.is_available(): torch.autocast("cpu", torch.bfloat16).__enter__()
+    if torch.cuda.is_available() or not any(getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")): return
+    plain = retrieval._evaluating
+    @contextmanager
+    def evaluating(model):
+        with plain(model), torch.autocast("cpu", torch.bfloat16): yield
+    retrieval._evaluating = evaluating

@@ -123,6 +123,7 @@ assert torch.equal(torch.nn.init.normal_(torch.zeros(3)), torch.zeros(3))
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_the_papers_preset_is_rehearsed(tmp_path):
     """All four notebooks of paper-b16 on random weights of its four backbones. MINUTES.
 
