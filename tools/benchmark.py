@@ -2,8 +2,9 @@
 
   python tools/benchmark.py          the offline world on one core, and the memory of recall at Flickr30k's size
   python tools/benchmark.py step     a plain training step beside ours: operations, seconds, memory, losses; --help lists what can be set
+  python tools/benchmark.py loader   the training loader alone, on JPEG files: samples/s, where the time goes, and how many A100s it would feed
 """
-import argparse, dataclasses, json, resource, statistics, subprocess, sys, time
+import argparse, dataclasses, itertools, json, re, resource, statistics, subprocess, sys, tempfile, time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,15 @@ from unittest import mock
 
 import numpy as np
 import torch
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from PIL import Image
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from debias_clip import models
 from debias_clip.captions import RECIPES, split_sentences
-from debias_clip.data import PairDataset, Records, TextStore, text_speed
+from debias_clip.data import GlobalBatches, PairDataset, Records, TextStore, TextTable, load_image, make_loader, read_records, select, text_speed, text_store, write_tables
 from debias_clip.keys import code_hash, content_key
 from debias_clip.losses import DualCaptionLoss
 from debias_clip.models import create_model, encode_texts
@@ -216,6 +219,125 @@ def summary(result):
     return rows
 
 
+A100 = 312e12   # dense bf16 operations a second at most, by NVIDIA's data sheet
+
+@dataclass(frozen=True)
+class Loading:
+    """What is measured of the loader. backbone: one of CLIP's, for picture size, tokens and operations; context_length, keep: None and 20 stretch its context as the trainer does;
+    data: a folder with captions.jsonl or captions.csv, a table, or shards; "": JPEG files made on the spot, of the sizes (WIDTHxHEIGHT, by turns; 640x480 is COCO's), with captions of the folder
+    `captions`, as in `Setting`; recipe: of the short captions; images: how many are used (0: all of the data); workers: processes; batch: of one GPU; seconds: of a repeat; utilisation: percent
+    of an A100's bf16 operations that training is assumed to reach."""
+    backbone: str = "ViT-B-16-quickgelu"
+    context_length: int | None = None
+    keep: int = 20
+    captions: str = "/none/"
+    recipe: str = "debias"
+    data: str = ""
+    sizes: str = "640x480"
+    images: int = 256
+    workers: int = 2
+    batch: int = 64
+    seconds: float = 10
+    utilisation: float = 40
+
+    def __post_init__(self):
+        self.setting(32), self.shapes()
+        if self.images < (0 if self.data else 1): raise SystemExit("images is 1 or more (0, for all, with --data alone).")
+        if not 0 < self.utilisation <= 100: raise SystemExit(f"utilisation is a percentage, over 0 and up to 100, not {self.utilisation:g}.")
+        if self.workers < 0 or self.batch < 1 or self.seconds <= 0: raise SystemExit("workers is 0 or more, batch 1 or more, seconds over 0.")
+
+    def setting(self, n): return Setting(self.backbone, self.context_length, self.keep, self.captions, n, self.recipe, 1)
+
+    def shapes(self):
+        "(width, height) of each size."
+        found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size) for size in self.sizes.split(",")]
+        if not all(found): raise SystemExit(f"sizes are WIDTHxHEIGHT with commas between, such as 640x480,2250x1500, not {self.sizes!r}.")
+        return [tuple(map(int, m.groups())) for m in found]
+
+
+def photograph(width, height, seed):
+    "A made-up picture with edges and grain, a JPEG of which is about as large as one of a photograph (COCO's have 0.5 bytes a pixel)."
+    rng, out = np.random.default_rng(seed), np.zeros((height, width, 3))
+    for k, share in ((4, .4), (16, .3), (64, .2), (256, .1)):
+        layer = Image.fromarray(rng.integers(0, 256, (max(1, k*height//width), k, 3), dtype=np.uint8))
+        out += share*np.asarray(layer.resize((width, height), Image.Resampling.NEAREST if k == 16 else Image.Resampling.BICUBIC))
+    return Image.fromarray((out + rng.normal(0, 9, (height, width, 1))).clip(0, 255).astype(np.uint8))
+
+def loading_records(s, tok, folder):
+    "Records of JPEG files, their captions in files in `folder` as those of ShareGPT4V, and what they are."
+    if s.data:
+        try: found = read_records(s.data)
+        except ValueError as e: raise SystemExit(str(e)) from e
+        found = select(found, range(min(len(found), s.images or len(found))))
+        images, captions, what = found.images, found.captions, f"{len(found)} pictures of {found.name}"
+    else:
+        captions, about = long_captions(s.setting(s.images), tok)
+        images, shapes = [folder/f"{i}.jpg" for i in range(s.images)], s.shapes()
+        for i, path in enumerate(images): photograph(*shapes[i % len(shapes)], i).save(path, quality=90)
+        what = f"{len(images)} JPEG files of {s.sizes} made on the spot ({sum(p.stat().st_size for p in images)/len(images)/1e3:.0f} kB each), {about}"
+    if len(images) < s.batch: raise SystemExit(f"A batch of {s.batch} cannot be drawn from {len(images)} images: take more --images or a smaller --batch.")
+    write_tables(folder, ((c,) for c in captions), ["caption"])
+    return Records("benchmark", images, TextTable(folder, "caption")), what
+
+class Endless(GlobalBatches):
+    "Epoch after epoch, so that the workers never wait for the next."
+    def __iter__(self):
+        for epoch in itertools.count():
+            self.set_epoch(epoch)
+            yield from super().__iter__()
+
+def loader_speeds(data, s, repeats):
+    "Samples/s of each repeat, once the batches that workers make ahead are used up."
+    loader = iter(make_loader(data, Endless(len(data), s.batch), s.workers))
+    for _ in range(1 + 6*s.workers): next(loader)
+    speeds = []
+    for i in range(repeats):
+        begin, n = time.perf_counter(), 0
+        while (took := time.perf_counter() - begin) < s.seconds: n += len(next(loader)["index"])
+        speeds.append(n/took)
+        print(f"loader {i + 1}/{repeats}: {speeds[-1]:,.0f} samples/s", file=sys.stderr)
+    return speeds
+
+def stage_costs(data, repeats, n=64):
+    "Microseconds of one core that a sample takes in each stage, of each repeat: dict of lists. whole: decoding without draft mode."
+    out = {k: [] for k in ("whole", "decode", "transform", "text")}
+    def timed(name, work, n):
+        begin = time.process_time(); made = work()
+        out[name].append(1e6*(time.process_time() - begin)/n)
+        return made
+    for epoch in range(repeats + 1):
+        index = np.random.default_rng(epoch).permutation(len(data))[:n].tolist()
+        for name, at_least in (("whole", None), ("decode", data.at_least)): pictures = timed(name, lambda: [load_image(data.records.images[i], at_least) for i in index], len(index))
+        timed("transform", lambda: [data.transform(p) for p in pictures], len(index))
+        timed("text", lambda: [data.texts([(e, i) for i in index]) for e in range(10)], 10*len(index))
+    return {k: v[1:] for k, v in out.items()}   # the first warms up
+
+def loading(s, repeats):
+    "All numbers of the loader, as plain data."
+    tok = get_tokenizer(s.backbone, s.context_length or stretched_length(model_config(s.backbone)["text_cfg"].get("context_length", 77), s.keep))
+    with torch.device("meta"): visual = create_model(s.backbone, None, s.context_length, s.keep).visual
+    transform, size = image_transform_v2(PreprocessCfg(**visual.preprocess_cfg), is_train=False), np.max(visual.image_size)
+    with tempfile.TemporaryDirectory() as folder:
+        records, what = loading_records(s, tok, Path(folder))
+        data = PairDataset(records, text_store(records.captions, tok), RECIPES[s.recipe], transform, at_least=2*int(size))   # as the trainer's
+        costs, speeds = stage_costs(data, repeats), loader_speeds(data, s, repeats)
+    operations = count_operations(s.setting(32))["step"]["ours"]/32
+    eaten = s.utilisation/100*A100/operations
+    return {"setting": dataclasses.asdict(s) | {"what": what, "counted for": make_batch(s.setting(32))[1]}, "repeats": repeats, "device": device_name(), "torch": torch.__version__, "samples/s": speeds,
+            "µs a sample": costs, "operations a sample": operations, "A100 operations/s, data sheet": A100, "samples/s of an A100, computed": eaten, "A100s fed, computed": statistics.median(speeds)/eaten}
+
+def told(r):
+    "Lines of text."
+    s, speeds, cost = r["setting"], r["samples/s"], {k: statistics.median(v) for k, v in r["µs a sample"].items()}
+    eaten, fed, speed = r["samples/s of an A100, computed"], r["A100s fed, computed"], statistics.median(speeds)
+    yield f"{s['backbone']}; {s['what']}; {r['device']}, {s['workers']} workers, batches of {s['batch']}, medians of {r['repeats']}; files are in memory already, so without the disk"
+    yield f"measured, loader alone: {speed:,.0f} samples/s (repeats of {s['seconds']:g} s: {min(speeds):,.0f} to {max(speeds):,.0f})"
+    yield f"measured, µs of one core a sample: decoding {cost['decode']:,.0f} (without draft mode {cost['whole']:,.0f}), transform {cost['transform']:,.0f}, text {cost['text']:,.0f}"
+    yield f"computed, not measured: a training step takes {r['operations a sample']/1e9:,.0f}·10⁹ operations a sample (counted for {s['counted for']}, forward and backward);"
+    yield f"  an A100 does at most {A100/1e12:.0f}·10¹² bf16 operations/s (data sheet), and at an assumed {s['utilisation']:g} % of them trains {eaten:,.0f} samples/s:"
+    yield f"  the loader would feed {fed:.2f} A100s of {s['backbone']} training" + (f"; one A100 needs {s['workers']/fed:.0f} such workers." if s["workers"] else ".")
+
+
 def world():
     torch.set_num_threads(1)
     start = time.perf_counter(); render(draw_scenes(4000, seed=0))
@@ -235,12 +357,21 @@ def main():
     one.add_argument("--repeats", default=3, type=int, help="of each variant, interleaved; medians are shown")
     one.add_argument("--cache", type=Path, help="folder that keeps each repeat until the end, so that a run that was stopped goes on")
     one.add_argument("--json", action="store_true", help="print all numbers as JSON")
+    two = commands.add_parser("loader", help="the training loader alone: samples/s, and how many A100s it would feed", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+                              epilog=Loading.__doc__)
+    for f in dataclasses.fields(Loading): two.add_argument("--" + f.name.replace("_", "-"), default=f.default, type=type(f.default) if f.default is not None else int)
+    two.add_argument("--repeats", default=3, type=int, help="medians are shown")
+    two.add_argument("--json", action="store_true", help="print all numbers as JSON")
     inner = commands.add_parser("worker")
     inner.add_argument("variant", choices=VARIANTS); inner.add_argument("setting", type=json.loads)
     given = vars(parser.parse_args())
     command = given.pop("command")
     if command is None: return world()
     if command == "worker": return worker(Setting(**given["setting"]), given["variant"])
+    if command == "loader":
+        repeats, as_json = given.pop("repeats"), given.pop("json")
+        result = loading(Loading(**given), repeats)
+        return print(json.dumps(result) if as_json else "\n".join(told(result)))
     repeats, cache, as_json = (given.pop(k) for k in ("repeats", "cache", "json"))
     result = benchmark(Setting(**given), repeats, cache)
     if as_json: return print(json.dumps(result | {"table": summary(result)}))
