@@ -2,6 +2,7 @@
 
   python tools/benchmark.py          the offline world on one core, and the memory of recall at Flickr30k's size
   python tools/benchmark.py step     a plain training step beside ours: operations, seconds, memory, losses; --help lists what can be set
+  python tools/benchmark.py memory   a training step under each of the trainer's ways to need less memory
   python tools/benchmark.py loader   the training loader alone, on JPEG files: samples/s, where the time goes, and how many A100s it would feed
 """
 import argparse, dataclasses, itertools, json, re, resource, statistics, subprocess, sys, tempfile, time
@@ -23,11 +24,11 @@ from debias_clip.captions import RECIPES, split_sentences
 from debias_clip.data import GlobalBatches, PairDataset, Records, TextStore, TextTable, load_image, make_loader, read_records, select, text_speed, text_store, write_tables
 from debias_clip.keys import code_hash, content_key
 from debias_clip.losses import DualCaptionLoss
-from debias_clip.models import create_model, encode_texts
+from debias_clip.models import create_model, encode_texts, freeze_positions
 from debias_clip.results import device_name
 from debias_clip.scenes import draw_scenes, render, scene_records
 from debias_clip.tokens import get_tokenizer, model_config, stretched_length, text_family
-from debias_clip.train import _attention, _Towers
+from debias_clip.train import TrainConfig, _attention, _criterion, _half, _scaler, _step, _Towers
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -113,6 +114,10 @@ def step(s, way, batch, what, criterion):
         loss.backward()
     return loss.item()   # waits for a GPU
 
+def peak_memory():
+    "Bytes: of the process, or on a GPU what PyTorch took there."
+    return torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*(1 if sys.platform == "darwin" else 1024)
+
 def worker(s, variant):
     "A variant's own process: a line in (step or text), a line of JSON out."
     way, criterion = build(s, variant), DualCaptionLoss(pca_dim=s.pca_dim)
@@ -122,8 +127,7 @@ def worker(s, variant):
         start = time.perf_counter()
         loss = step(s, way, batch, line.strip(), criterion)
         seconds = time.perf_counter() - start
-        peak = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*(1 if sys.platform == "darwin" else 1024)
-        print(json.dumps({"seconds": seconds, "loss": loss, "peak": peak}), flush=True)
+        print(json.dumps({"seconds": seconds, "loss": loss, "peak": peak_memory()}), flush=True)
 
 
 class Process:
@@ -338,6 +342,37 @@ def told(r):
     yield f"  the loader would feed {fed:.2f} A100s of {s['backbone']} training" + (f"; one A100 needs {s['workers']/fed:.0f} such workers." if s["workers"] else ".")
 
 
+WAYS = {"none": {}, "grad_checkpointing": {"grad_checkpointing": True}, "micro_batch": {"micro_batch": None}, "both": {"grad_checkpointing": True, "micro_batch": None}, "freeze_image": {"freeze_image": True}}   # of `train.TrainConfig`
+
+def memory_worker(s, options):
+    "One whole training step, optimiser included, in a process of its own: a line of JSON with its loss, seconds and peak memory."
+    fields = {k: v for k, v in options.items() if k != "freeze_image"}
+    config = TrainConfig(backbone=s.backbone, context_length=s.context_length, keep=s.keep, recipe=s.recipe, pca_dim=s.pca_dim, batch_size=s.batch, precision=s.precision, **fields)
+    torch.manual_seed(0)
+    model = create_model(s.backbone, None, s.context_length, s.keep).to(DEVICE).train()
+    if config.grad_checkpointing: model.set_grad_checkpointing()
+    batch, frozen = sized(make_batch(s)[0], model), options.get("freeze_image", False)
+    if frozen:   # its features are made once before the training, so their cost is not in a step
+        model.lock_image_tower(freeze_bn_stats=True)
+        with torch.no_grad(): batch["image"] = torch.cat([F.normalize(model.encode_image(x.to(DEVICE)), dim=-1).cpu() for x in batch["image"].split(2)])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+    freeze_positions(model, optimizer)
+    towers, start = _Towers(model, config.micro_batch, frozen), time.perf_counter()
+    loss = _step(towers, _criterion(config), optimizer, _scaler(DEVICE, s.precision), batch, DEVICE, _half(DEVICE, s.precision))["loss"].item()
+    print(json.dumps({"seconds": time.perf_counter() - start, "loss": loss, "peak": peak_memory()}))
+
+def memory(s, micro_batch):
+    "A training step under each of the trainer's ways to need less memory. Returns a list of dicts: way, peak (bytes, of the process), seconds, loss."
+    rows = []
+    for name, options in WAYS.items():
+        options = {k: micro_batch if v is None else v for k, v in options.items()}
+        done = subprocess.run([sys.executable, __file__, "memory-worker", json.dumps(options), json.dumps(dataclasses.asdict(s))], stdout=subprocess.PIPE, text=True)
+        if done.returncode: raise SystemExit(f"The process of {name!r} ended with {done.returncode} (-9: not enough memory): see its message above, or take a smaller --batch.")
+        rows.append({"way": name} | json.loads(done.stdout.splitlines()[-1]))
+        print(f"{name:20} {rows[-1]['peak']/1e9:6.2f} GB, a step {rows[-1]['seconds']:6.1f} s, loss {rows[-1]['loss']:.6f}", flush=True)
+    return rows
+
+
 def world():
     torch.set_num_threads(1)
     start = time.perf_counter(); render(draw_scenes(4000, seed=0))
@@ -357,17 +392,24 @@ def main():
     one.add_argument("--repeats", default=3, type=int, help="of each variant, interleaved; medians are shown")
     one.add_argument("--cache", type=Path, help="folder that keeps each repeat until the end, so that a run that was stopped goes on")
     one.add_argument("--json", action="store_true", help="print all numbers as JSON")
+    ways = commands.add_parser("memory", help="a training step under each of the trainer's ways to need less memory", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for f in dataclasses.fields(Setting)[:-1]: ways.add_argument("--" + f.name.replace("_", "-"), default=f.default, type=str if isinstance(f.default, str) else int)
+    ways.add_argument("--micro-batch", default=4, type=int, help="samples encoded at a time, in the ways that have it")
     two = commands.add_parser("loader", help="the training loader alone: samples/s, and how many A100s it would feed", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
                               epilog=Loading.__doc__)
     for f in dataclasses.fields(Loading): two.add_argument("--" + f.name.replace("_", "-"), default=f.default, type=type(f.default) if f.default is not None else int)
     two.add_argument("--repeats", default=3, type=int, help="medians are shown")
     two.add_argument("--json", action="store_true", help="print all numbers as JSON")
+    inner = commands.add_parser("memory-worker")
+    inner.add_argument("options", type=json.loads); inner.add_argument("setting", type=json.loads)
     inner = commands.add_parser("worker")
     inner.add_argument("variant", choices=VARIANTS); inner.add_argument("setting", type=json.loads)
     given = vars(parser.parse_args())
     command = given.pop("command")
     if command is None: return world()
     if command == "worker": return worker(Setting(**given["setting"]), given["variant"])
+    if command == "memory-worker": return memory_worker(Setting(**given["setting"]), given["options"])
+    if command == "memory": return memory(Setting(**{k: v for k, v in given.items() if k != "micro_batch"}), given["micro_batch"])
     if command == "loader":
         repeats, as_json = given.pop("repeats"), given.pop("json")
         result = loading(Loading(**given), repeats)
