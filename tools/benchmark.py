@@ -241,8 +241,8 @@ class Loading:
     images: int = 256
     workers: int = 2
     batch: int = 64
-    seconds: float = 10
-    utilisation: float = 40
+    seconds: float = 10.
+    utilisation: float = 40.
 
     def __post_init__(self):
         self.setting(32), self.shapes()
