@@ -1,6 +1,6 @@
 """The rehearsal: data in their exact layouts, weights and tokenisers where published ones lie, and the paper's presets on them.
 
-The last test runs paper-b16 whole: MINUTES on two cores; the others a few seconds.
+The last test runs paper-b16 whole: five minutes on two cores; the others a few seconds.
 """
 import json, os, re, subprocess, sys
 from pathlib import Path
@@ -123,9 +123,8 @@ assert torch.equal(torch.nn.init.normal_(torch.zeros(3)), torch.zeros(3))
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.slow
 def test_the_papers_preset_is_rehearsed(tmp_path):
-    """All four notebooks of paper-b16 on random weights of its four backbones. MINUTES.
+    """All four notebooks of paper-b16 on random weights of its four backbones. Five minutes.
 
     The longest test of the suite: nothing but the data is new to a reader who has them."""
     before = {f: f.stat().st_mtime_ns for f in (REPO/"runs"/"paper-b16").rglob("*")}
