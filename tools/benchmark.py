@@ -154,14 +154,15 @@ class Process:
 def measure(s, repeats, cache):
     "Interleaved repeats, plain, ours, plain, …; what a run that was stopped left in the cache (a file of JSON lines) is not measured again. Returns a list of dicts."
     rows = [json.loads(line) for line in cache.read_text().splitlines() if line.endswith("}")] if cache and cache.is_file() else []
-    todo = [(what, i, v) for what in ("step", "text") for i in range(repeats) for v in VARIANTS if not any((r["what"], r["repeat"], r["variant"]) == (what, i, v) for r in rows)]
-    if not todo: return rows
-    with Process(s, "plain") as plain, Process(s, "ours") as ours:
-        for p in (plain, ours): p.answer()
-        for what, i, v in todo:
-            rows.append({"what": what, "repeat": i, "variant": v} | {"plain": plain, "ours": ours}[v].ask(what))
-            print(f"{what} {v} {i + 1}/{repeats}: {rows[-1]['seconds']:.2f} s", file=sys.stderr)
-            if cache: append(cache, rows[-1])
+    missing = lambda i, v: [what for what in ("step", "text") if not any((r["what"], r["repeat"], r["variant"]) == (what, i, v) for r in rows)]
+    for i, v in itertools.product(range(repeats), VARIANTS):
+        if not missing(i, v): continue
+        with Process(s, v) as p:   # a new one each time: what the other variant's holds would not be there to use
+            p.answer()
+            for what in missing(i, v):
+                rows.append({"what": what, "repeat": i, "variant": v} | p.ask(what))
+                print(f"{what} {v} {i + 1}/{repeats}: {rows[-1]['seconds']:.2f} s", file=sys.stderr)
+                if cache: append(cache, rows[-1])
     return rows
 
 def append(cache, row):
