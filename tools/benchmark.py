@@ -5,7 +5,7 @@
   python tools/benchmark.py memory   a training step under each of the trainer's ways to need less memory
   python tools/benchmark.py loader   the training loader alone, on JPEG files: samples/s, where the time goes, and how many A100s it would feed
 """
-import argparse, dataclasses, itertools, json, re, resource, statistics, subprocess, sys, tempfile, time
+import argparse, dataclasses, itertools, json, os, re, resource, statistics, subprocess, sys, tempfile, time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -327,9 +327,9 @@ def loading(s, repeats):
         data = PairDataset(records, text_store(records.captions, tok), RECIPES[s.recipe], transform, at_least=2*int(size))   # as the trainer's
         costs, speeds = stage_costs(data, repeats), loader_speeds(data, s, repeats)
     operations = count_operations(s.setting(32))["step"]["ours"]/32
-    eaten = s.utilisation/100*A100/operations
+    eaten, core = s.utilisation/100*A100/operations, 1e6/sum(statistics.median(costs[k]) for k in ("decode", "transform", "text"))
     return {"setting": dataclasses.asdict(s) | {"what": what, "counted for": make_batch(s.setting(32))[1]}, "repeats": repeats, "device": device_name(), "torch": torch.__version__, "samples/s": speeds,
-            "µs a sample": costs, "operations a sample": operations, "A100 operations/s, data sheet": A100, "samples/s of an A100, computed": eaten, "A100s fed, computed": statistics.median(speeds)/eaten}
+            "µs a sample": costs, "samples/s by the stages": core*min(max(1, s.workers), os.cpu_count()), "operations a sample": operations, "A100 operations/s, data sheet": A100, "samples/s of an A100, computed": eaten, "A100s fed, computed": statistics.median(speeds)/eaten, "cores an A100 needs, computed": eaten/core}
 
 def told(r):
     "Lines of text."
@@ -338,9 +338,10 @@ def told(r):
     yield f"{s['backbone']}; {s['what']}; {r['device']}, {s['workers']} workers, batches of {s['batch']}, medians of {r['repeats']}; files are in memory already, so without the disk"
     yield f"measured, loader alone: {speed:,.0f} samples/s (repeats of {s['seconds']:g} s: {min(speeds):,.0f} to {max(speeds):,.0f})"
     yield f"measured, µs of one core a sample: decoding {cost['decode']:,.0f} (without draft mode {cost['whole']:,.0f}), transform {cost['transform']:,.0f}, text {cost['text']:,.0f}"
+    if speed < r["samples/s by the stages"]/2: yield f"  (the stages alone would allow {r['samples/s by the stages']:,.0f} samples/s: other programs take the cores; measure again on a quiet machine)"
     yield f"computed, not measured: a training step takes {r['operations a sample']/1e9:,.0f}·10⁹ operations a sample (counted for {s['counted for']}, forward and backward);"
     yield f"  an A100 does at most {A100/1e12:.0f}·10¹² bf16 operations/s (data sheet), and at an assumed {s['utilisation']:g} % of them trains {eaten:,.0f} samples/s:"
-    yield f"  the loader would feed {fed:.2f} A100s of {s['backbone']} training" + (f"; one A100 needs {s['workers']/fed:.0f} such workers." if s["workers"] else ".")
+    yield f"  the loader would feed {fed:.2f} A100s of {s['backbone']} training; by the µs above, one A100 needs {r['cores an A100 needs, computed']:.1f} cores."
 
 
 WAYS = {"none": {}, "grad_checkpointing": {"grad_checkpointing": True}, "micro_batch": {"micro_batch": None}, "both": {"grad_checkpointing": True, "micro_batch": None}, "freeze_image": {"freeze_image": True}}   # of `train.TrainConfig`
