@@ -18,7 +18,7 @@ from .bias import order_ranks, push_ranks
 from .order import order_matrix, shuffle_hits
 from .report import _rows, for_backbone, test_records
 from .results import run_folder
-from .retrieval import encode_images, seed_interval
+from .retrieval import seed_interval
 from .shortsight import by_place, falls, shortsight
 from .train import arm_config, images_transform, starting_model, train
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from .attention import mean_interval
 from .captions import sample_rng
 from .retrieval import encode_captions, encode_images
 
