@@ -93,11 +93,14 @@ def attention_rows(model, transform, tok, records, layer=-1, text=None):
     return [r | dict(truncated=read.truncated) for r in rows] + ([] if text is None else [dict(what="strip", strip=token_strip(model, tok, text, layer))])
 
 def similarity_rows(model, transform, tok, records, bins=4):
-    """Rows of `similarity`: what ("cosine", "added", "share", "growth", "length", "slope"), x (text, place, sentence or group), value, low, high, n and, where they belong, others, tokens, words, scores. bins: of `by_length`.
+    """Rows of `similarity`: what ("cosine", "added", "share", "growth", "length", "margin" of the same groups, "slope"), x (text, place, sentence or group), value, low, high, n and, where they belong, others, tokens, words, scores. bins: of `by_length`.
     Shares that mean nothing are left out, and so is `added` where no caption has two sentences."""
     found = similarity.cosines(model, transform, tok, records)
     rows = [dict(what="cosine", x=r["text"]) | r for r in similarity.first_and_whole(found)] + [dict(what="growth", x=r["sentence"]) | r for r in similarity.growth(found)]
-    rows += [dict(what="length", x=f"{r['shortest']} to {r['longest']} tokens") | r for r in similarity.by_length(found, bins)] + [dict(what="slope", x="per 10 tokens") | similarity.slope(found)]
+    for r in similarity.by_length(found, bins):
+        group = dict(x=f"{r['shortest']} to {r['longest']} tokens")
+        rows += [dict(what="length") | group | r, dict(what="margin") | group | r | dict(value=r["margin"], low=r["margin_low"], high=r["margin_high"], scores=None)]
+    rows.append(dict(what="slope", x="per 10 tokens") | similarity.slope(found))
     if (found.sentences > 1).any():
         for r in similarity.added(found):
             name = f"{r['place']}{' and later' if r['last'] else ''}"
@@ -139,14 +142,17 @@ def _by_image(mine, theirs, group):
 # %% ../nbs/09b_analyses.ipynb #731f05ce
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")   # Okabe and Ito's, told apart by all eyes
 
-def curves(summary, x="x", out=None, name=None, hue="arm", panels="test", style=None, even=None, xlabel="", label="", share_y=True):
+def curves(summary, x="x", out=None, name=None, hue="arm", panels="test", style=None, even=None, xlabel="", label="", share_y=True, columns=3):
     """Means with intervals as lines with bands.
 
     summary: of `report.summarise`; x: column along the axis (numbers, or texts in their order); out, name: run folder and experiment, to save <name>.png (None: not saved); hue, panels, style: columns for colour, panel and kind of line
-    (None: one kind); even: where to draw a grey line; xlabel, label: of the axes; share_y: one scale for all panels. Returns the figure.
+    (None: one kind); even: where to draw a grey line; xlabel, label: of the axes; share_y: one scale for all panels; columns: panels beside each other at most. Returns the figure.
     """
     kinds, hues, styles = (list(dict.fromkeys(summary[c])) if c else [None] for c in (panels, hue, style))
-    fig, axes = plt.subplots(1, len(kinds), figsize=(1.2 + 3.1*len(kinds), 3.1), sharey=share_y, squeeze=False, layout="constrained")
+    across = min(columns, len(kinds))
+    down = -(-len(kinds)//across)
+    fig, axes = plt.subplots(down, across, figsize=(1.2 + 3.1*across, .5 + 2.6*down), sharey=share_y, squeeze=False, layout="constrained")
+    for ax in axes.flat[len(kinds):]: ax.remove()
     for ax, kind in zip(axes.flat, kinds):
         part = summary[summary[panels] == kind] if panels else summary
         ticks = list(dict.fromkeys(part[x]))
@@ -161,7 +167,7 @@ def curves(summary, x="x", out=None, name=None, hue="arm", panels="test", style=
         if texts: ax.set_xticks(range(len(ticks)), ticks, fontsize=8)
         if even is not None: ax.axhline(even, color="grey", lw=.8)
         ax.set_title(kind or "", fontsize=10); ax.set_xlabel(xlabel, fontsize=9); ax.grid(alpha=.3); ax.spines[["top", "right"]].set_visible(False)
-    axes[0, 0].set_ylabel(label, fontsize=9)
+    for ax in axes[:, 0]: ax.set_ylabel(label, fontsize=9)
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=min(3, len(hues)*len(styles)), frameon=False, fontsize=8)
     if out: fig.savefig(run_folder(out)/f"{name}.png", dpi=150)
     return fig

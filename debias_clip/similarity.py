@@ -46,12 +46,14 @@ PAPER_COSINE = {("Long-CLIP recipe", "first sentence"): "0.320 (DOCCI)", ("Long-
 
 def _row(values, others=None, **more):
     (value, low, high), n = (float(x[0]) for x in mean_interval(values)), int((~np.isnan(values)).sum())
-    return more | dict(value=value, low=low, high=high, n=n, scores=np.asarray(values, float)) | ({} if others is None else dict(others=float(np.mean(others))))
+    row = more | dict(value=value, low=low, high=high, n=n, scores=np.asarray(values, float))
+    if others is None: return row
+    return row | dict(others=float(np.mean(others))) | dict(zip(("margin", "margin_low", "margin_high"), (float(x[0]) for x in mean_interval(values - np.asarray(others)))))
 
 def first_and_whole(found):
     """Mean cosines of the first sentence, of the whole caption, and their difference on the same captions.
 
-    found: of `cosines`. Returns a list of dicts: text ("first sentence", "whole caption", "whole − first"), value, low, high (bootstrap over captions), others (mean cosine with other images), n,
+    found: of `cosines`. Returns a list of dicts: text ("first sentence", "whole caption", "whole − first"), value, low, high (bootstrap over captions), others (mean cosine with other images), margin, margin_low, margin_high (value − others), n,
     cut (texts that the context cut), scores (float [n]).
     """
     first, whole = (found[(found.what == w) & (found.sentence == s)].sort_values("sample") for w, s in (("sentence", 1), ("whole caption", 0)))
@@ -93,7 +95,7 @@ def _shares(part, n_boot=1000, seed=0):
 def growth(found, least=10):
     """Cosines of the first j sentences, on the captions that have at least as many as the largest j.
 
-    found: of `cosines`; least: captions (or half of all, where there are fewer) that the largest j must leave. Returns a list of dicts: sentence (j), value, low, high, others, tokens (mean), cut, n, scores.
+    found: of `cosines`; least: captions (or half of all, where there are fewer) that the largest j must leave. Returns a list of dicts: sentence (j), value, low, high, others, margin, margin_low, margin_high, tokens (mean), cut, n, scores.
     """
     first = found[found.what == "first sentences"]
     lengths = first.groupby("sample").sentences.first()
@@ -105,7 +107,7 @@ def growth(found, least=10):
 def by_length(found, bins=4):
     """Cosines of whole captions by their length in tokens.
 
-    found: of `cosines`; bins: groups of about equal size. Returns a list of dicts, a row a group: shortest, longest, tokens (mean), value, low, high, others, n, cut (captions that the context cut), scores.
+    found: of `cosines`; bins: groups of about equal size. Returns a list of dicts, a row a group: shortest, longest, tokens (mean), value, low, high, others, margin, margin_low, margin_high, n, cut (captions that the context cut), scores.
     """
     whole = found[found.what == "whole caption"].sort_values(["tokens", "sample"])
     groups = [whole.iloc[part] for part in np.array_split(np.arange(len(whole)), min(bins, len(whole)))]

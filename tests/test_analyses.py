@@ -72,7 +72,7 @@ def test_attention_rows(asked):
 def test_similarity_of_one_liners_leaves_out_what_sentences_add(asked):
     model, transform, tok, world = asked
     rows = similarity_rows(model, transform, tok, Records('one-liners', world.images, [list(c[:1]) for c in world.captions]))
-    assert {r['what'] for r in rows} == {'cosine', 'growth', 'length', 'slope'}
+    assert {r['what'] for r in rows} == {'cosine', 'growth', 'length', 'margin', 'slope'}
 
 
 def rows_of(*values): return [dict(arm=a, seed=s, test='t', value=float(np.mean(v)), scores=np.array(v, float)) for a, s, v in values]
@@ -112,6 +112,8 @@ def test_curves(tmp_path):
     assert [t.get_text() for t in texts.axes[0].get_xticklabels()] == ['a', 'b', 'c'] and texts.axes[0].lines[0].get_xdata().tolist() == [0, 1, 2]
     mixed = curves(frame.iloc[::-1].query("by == 'pads'"))
     assert mixed.axes[0].lines[0].get_xdata().tolist() == [0, 5, 20]                   # a line goes from left to right
+    wide = curves(frame.query("by == 'pads'").assign(panel=frame.test + frame.arm), panels='panel')
+    assert [ax.get_title() for ax in wide.axes] == ['ownone', 'otherone', 'owntwo', 'othertwo'] and len({ax.get_subplotspec().rowspan.start for ax in wide.axes}) == 2
     alone = curves(frame.query("by == 'pads' and test == 'own'").assign(low=None, high=None), panels=None)
     assert len(alone.axes) == 1 and not alone.axes[0].collections
     plt.close('all')

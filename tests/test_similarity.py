@@ -92,6 +92,9 @@ def test_by_length(found):
     rows = by_length(found, 5)
     assert sum(r['n'] for r in rows) == 24 and all(a['longest'] <= b['shortest'] for a, b in zip(rows, rows[1:]))
     assert len(by_length(found[found['sample'] < 3], 5)) == 3
+    whole = found[found.what == 'whole caption'].sort_values(['tokens', 'sample'])
+    first = whole.iloc[:len(rows[0]['scores'])]
+    assert np.isclose(rows[0]['margin'], np.mean([c - o for c, o in zip(first.cosine, first.others)])) and np.isclose(rows[0]['margin'], rows[0]['value'] - rows[0]['others']) and rows[0]['margin_low'] < rows[0]['margin'] < rows[0]['margin_high']
 
 
 def made(*captions, whole=None):
