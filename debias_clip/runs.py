@@ -594,7 +594,7 @@ def submit_preset(preset, root=None, force: bool = False, only: Iterable[str] = 
 
 # %% ../nbs/10_runs.ipynb #79d8ab9c
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
-                  help="DeBias-CLIP on your machine: run the paper's experiments, train, evaluate, look at data.")
+                  help="DeBias-CLIP on your machine: run the paper's experiments, train, evaluate, diagnose, look at data.")
 
 # %% ../nbs/10_runs.ipynb #a83ce8b2
 def summary(preset: Preset, files: bool = True) -> str:
@@ -693,12 +693,12 @@ def evaluate(model, tokenizer, transform, records) -> list[dict]:
 # %% ../nbs/10_runs.ipynb #5574cae9
 _File = Annotated[Path | None, typer.Option(metavar="FILE", help="A checkpoint file, without --model where it tells its backbone.")]
 
-def _load(model: str | None, pretrained: str):
+def _load(model: str | None, pretrained: str, context: int | None = None):
     "(model, its backbone's name, image transform) for evaluation."
     from debias_clip.models import create_model_and_transforms, load_checkpoint
     if model is None and not Path(pretrained).exists(): raise ValueError(f"{pretrained} is no file that could tell its backbone: name the backbone (--model NAME), or mend the path")
     name = model or load_checkpoint(pretrained).backbone
-    net, _, transform = create_model_and_transforms(name, pretrained)
+    net, _, transform = create_model_and_transforms(name, pretrained, context)
     return net.eval(), name, transform
 
 @app.command("eval")
@@ -790,6 +790,62 @@ def _show(data: Annotated[str, typer.Argument(metavar="NAME_OR_PATH", help="scen
     if recipe not in RECIPES: raise ValueError(f"no recipe {recipe!r}; {_near(recipe, RECIPES)}")
     if data == "scenes" and model is None: model, context = "scenes-clip", context or 88     # as the presets train on them
     print(show_samples(_records(data, root), RECIPES[recipe], get_tokenizer(model or "ViT-B-16-quickgelu", context), n))
+
+# %% ../nbs/10_runs.ipynb #d1a90002
+def _names(given: list[str]) -> list[str]:
+    "Short names for tags and checkpoint files, with their folders where files are called alike."
+    short = [Path(g).stem if Path(g).exists() else g for g in given]
+    if len(set(short)) < len(short): short = [f"{Path(g).resolve().parent.name}/{s}" if Path(g).exists() else s for g, s in zip(given, short)]
+    if len(set(short)) < len(short): raise ValueError(f"{' and '.join(given)} are the same: give --against another checkpoint")
+    return short
+
+def _given_models(model: str | None, given: list[str], context: int | None):
+    "[(name, (model, transform, tokenizer), lines for its card)] of tags and files, the first of backbone `model` (None: it tells)."
+    from debias_clip.tokens import get_tokenizer
+    found = []
+    for name, weights in zip(_names(given), given):
+        try: net, backbone, transform = _load(None if found else model, weights, context)   # the second one may be of another backbone
+        except ValueError:
+            if not (found and model): raise
+            net, backbone, transform = _load(model, weights, context)
+        about = {"weights": Path(weights).name, "sha256": file_hash(weights)[:16]} if Path(weights).is_file() else {"weights": weights}
+        found.append((name, (net, transform, get_tokenizer(backbone, net.context_length)), about))
+    return found
+
+def _preset_models(preset: str):
+    "The same of the models that a preset's main table has trained."
+    from debias_clip.diagnose import trained_arms
+    checked = read_preset(preset)
+    job = next((job for job in checked.jobs if job.name == "main_table"), checked.jobs[0])
+    return [(name, load(), {"weights": f"{job.out}, seed {job.parameters['seeds'][0]}"}) for name, load in trained_arms(job.parameters, job.root)]
+
+# %% ../nbs/10_runs.ipynb #d1a90003
+@app.command("diagnose")
+def _diagnose(model: Annotated[str | None, typer.Option(metavar="NAME", help="Backbone, as open_clip calls it; a checkpoint may tell it.")] = None,
+              pretrained: Annotated[str | None, typer.Option(metavar="TAG_OR_FILE", help="A published tag, or a checkpoint file.")] = None,
+              data: Annotated[str, typer.Option(metavar="NAME_OR_PATH", help="scenes, a data set's name, a table of captions or its folder.")] = "scenes",
+              root: _Root = None,
+              against: Annotated[Path | None, typer.Option(metavar="FILE", help="A second checkpoint, side by side with the first.")] = None,
+              preset: Annotated[str, typer.Option(metavar="PRESET", help="Without --pretrained: whose trained models are looked at.")] = "quick",
+              context: Annotated[int | None, typer.Option(metavar="TOKENS", min=3, help="Context length of weights that are not stretched yet (default: stretched as for training).")] = None,
+              images: Annotated[int, typer.Option(metavar="N", min=2, help="Images at most; drawn where there are more.")] = 500,
+              seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the images, orders and exchanges drawn.")] = 0,
+              out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for diagnosis.html and diagnosis.json.")] = Path("report")):
+    """Report how evenly a model reads captions.
+
+    One page that opens from disk, and one JSON with the same numbers. Without --pretrained: the offline world's models that `debias-clip run PRESET` has trained."""
+    if pretrained is None and (model or against): raise typer.BadParameter("--model and --against need --pretrained TAG_OR_FILE")
+    import torch
+    from debias_clip.diagnose import diagnose, verdict, write_report
+    from debias_clip.train import images_transform
+    records, found = _records(data, root), []
+    asked = _preset_models(preset) if pretrained is None else _given_models(model, [pretrained, *([str(against)] if against else [])], context)
+    for name, (net, transform, tok), about in asked:
+        _say(f"asking {name}")
+        net.to("cuda" if torch.cuda.is_available() else "cpu")
+        found.append(diagnose(net, images_transform(records, net, transform), tok, records, name, images, seed, about=about))
+        print(verdict(found[-1]))
+    print("\n".join(map(str, write_report(found, out))))
 
 # %% ../nbs/10_runs.ipynb #153ac2cf
 def main():
