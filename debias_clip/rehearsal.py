@@ -128,6 +128,8 @@ def _shapes(backbone):
     "The shapes of the tensors of a backbone's weights, as published."
     with torch.device("meta"): return {k: v.shape for k, v in create_model(backbone, context_length=model_config(backbone)["text_cfg"].get("context_length", 77)).state_dict().items()}
 
+def _size(backbone): return sum(s.numel() for s in _shapes(backbone).values())
+
 def _weight(name, shape, block, rng):
     "A tensor of weights, float16: scales 1, shifts 0, a scale and bias of the logits as in pre-training, else random numbers from somewhere in the block, over and over."
     if name.startswith("logit_"): return torch.full(shape, 2.66 if name == "logit_scale" else -10.).half()
@@ -174,6 +176,11 @@ def _tokenizer(folder, gemma):
 SMALL = dict(batch_size=9, pca_dim=4, epochs=1, warmup=1)
 SMALL_PICTURES = dict(pipeline=None, checkpoints={}, n_prompts=1, options=2, noises=1, steps=1, size=16)   # what draws, where a notebook does
 
+def _spare_memory(parameters):
+    "Has large backbones, 300 million parameters and more, encode three samples at a time, in place."
+    for name, other in parameters.get("backbones", {parameters.get("finetuning", {}).get("backbone"): None}).items():
+        if name and _size(name) > 3e8: (parameters["finetuning"] if other is None else other.setdefault("finetuning", {}))["micro_batch"] = 3
+
 def small_parameters(parameters):
     """The parameters of an experiment notebook as a rehearsal runs them.
 
@@ -185,6 +192,7 @@ def small_parameters(parameters):
     shared = [small[name] for name in ("finetuning", "pretraining") if small.get(name)]
     for fields in shared: fields.update(SMALL)
     for fields in [*small.get("arms", {}).values(), *(v for other in small.get("backbones", {}).values() for v in other.values())]: fields and fields.update({k: v for k, v in SMALL.items() if k in fields})
+    _spare_memory(small)
     for source in [*shared, *small.get("tests", {}).values()]:
         if source.get("data", "scenes") == "scenes": continue
         if source["data"] not in PROTOCOLS: raise ValueError(f"{source['data']} is a table of one's own, and a rehearsal makes up the data sets that `debias-clip data list` names. Try the run with a small table instead.")
@@ -230,8 +238,6 @@ def prepare(folder, preset, notebooks, say=print):
     return name
 
 # %% ../nbs/09a_rehearsal.ipynb #eeae066c
-def _size(backbone): return sum(s.numel() for s in _shapes(backbone).values())
-
 def _check_disk(folder, smalls, inits):
     "Raises ValueError where the disk cannot hold the weights: half precision as published, single as trained."
     models, made = [], set()
@@ -253,5 +259,5 @@ def hurry():
     plain = retrieval._evaluating
     @contextmanager
     def evaluating(model):
-        with plain(model), torch.autocast("cpu", torch.bfloat16): yield
+        with plain(model), torch.inference_mode(False), torch.autocast("cpu", torch.bfloat16): yield   # in inference mode torch 2.14 multiplies such a batch position by position, six times slower
     retrieval._evaluating = evaluating

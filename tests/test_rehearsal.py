@@ -1,6 +1,6 @@
 """The rehearsal: data in their exact layouts, weights and tokenisers where published ones lie, and the paper's presets on them.
 
-The last test runs paper-b16 whole: MINUTES on two cores; the others a few seconds.
+The last test runs paper-b16 whole: five minutes on two cores; the others a few seconds.
 """
 import json, os, re, subprocess, sys
 from pathlib import Path
@@ -131,17 +131,35 @@ assert torch.equal(torch.nn.init.normal_(torch.zeros(3)), torch.zeros(3))
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.slow
-def test_the_papers_preset_is_rehearsed(tmp_path):
-    """All notebooks of paper-b16 on random weights of its four backbones. MINUTES.
-
-    The longest test of the suite: nothing but the data is new to a reader who has them."""
-    before = {f: f.stat().st_mtime_ns for f in (REPO/"runs"/"paper-b16").rglob("*")}
-    done = subprocess.run([sys.executable, "-c", "from debias_clip.runs import main; main()", "run", "paper-b16", "--rehearse"], cwd=REPO, text=True, capture_output=True,
+def rehearsed(preset, tmp_path, *only):
+    "What a rehearsal of some experiments prints; it leaves nothing behind, gigabytes least of all."
+    before = {f: f.stat().st_mtime_ns for f in (REPO/"runs"/preset).rglob("*")}
+    done = subprocess.run([sys.executable, "-c", "from debias_clip.runs import main; main()", "run", preset, "--rehearse", *(a for name in only for a in ("--only", name))], cwd=REPO, text=True, capture_output=True,
                           env={**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path)}, timeout=1500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    out = done.stdout
-    for told in ("ViT-B-16-quickgelu (openai), ViT-B-16 (laion2b_s34b_b88k), ViT-B-16-SigLIP (webli), ViT-B-16-SigLIP2 (webli)", "] backbones", "REHEARSAL of paper-b16: random weights"): assert told in out
+    assert f"REHEARSAL of {preset}: random weights" in done.stdout and list(tmp_path.iterdir()) == []
+    assert {f: f.stat().st_mtime_ns for f in (REPO/"runs"/preset).rglob("*")} == before
+    return done.stdout
+
+
+def test_the_papers_preset_is_rehearsed(tmp_path):
+    """Four notebooks of paper-b16 on random weights of its four backbones. Five minutes.
+
+    The longest test of the suite: nothing but the data is new to a reader who has them."""
+    out = rehearsed("paper-b16", tmp_path, "main_table", "ablation", "permutation", "backbones")
+    for told in ("ViT-B-16-quickgelu (openai), ViT-B-16 (laion2b_s34b_b88k), ViT-B-16-SigLIP (webli), ViT-B-16-SigLIP2 (webli)", "[4/4] backbones"): assert told in out
     for test in ("Urban1k", "DCI", "Long-DCI", "DOCCI", "COCO", "Flickr30k"): assert re.search(rf"^ *{test} +whole caption +DeBias recipe", out, re.M), test
-    assert list(tmp_path.iterdir()) == []                                  # nothing is left, gigabytes least of all
-    assert {f: f.stat().st_mtime_ns for f in (REPO/"runs"/"paper-b16").rglob("*")} == before
+
+
+@pytest.mark.slow
+def test_the_sweep_is_rehearsed(tmp_path):
+    "Its arms and variants of a large backbone. MINUTES."
+    out = rehearsed("paper-b16", tmp_path, "tradeoff")
+    for told in (r"DOCCI +DeBias recipe +1\.0", r"COCO +Long-CLIP recipe +0\.5"): assert re.search(told, out), out
+
+
+@pytest.mark.slow
+def test_the_pictures_are_rehearsed(tmp_path):
+    "Text encoders of ViT-L/14's size in a random pipeline of their width."
+    out = rehearsed("paper-l14", tmp_path, "generation")
+    for arm in ("the pipeline's own encoder", "pre-trained", "Long-CLIP recipe", "DeBias recipe"): assert re.search(rf"{arm} .* 50\.0 ", out), out

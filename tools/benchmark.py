@@ -2,8 +2,10 @@
 
   python tools/benchmark.py          the offline world on one core, and the memory of recall at Flickr30k's size
   python tools/benchmark.py step     a plain training step beside ours: operations, seconds, memory, losses; --help lists what can be set
+  python tools/benchmark.py memory   a training step under each of the trainer's ways to need less memory
+  python tools/benchmark.py loader   the training loader alone, on JPEG files: samples/s, where the time goes, and how many A100s it would feed
 """
-import argparse, dataclasses, json, resource, statistics, subprocess, sys, time
+import argparse, dataclasses, itertools, json, re, resource, statistics, subprocess, sys, tempfile, time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,20 +13,22 @@ from unittest import mock
 
 import numpy as np
 import torch
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from PIL import Image
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from debias_clip import models
 from debias_clip.captions import RECIPES, split_sentences
-from debias_clip.data import PairDataset, Records, TextStore, text_speed
+from debias_clip.data import GlobalBatches, PairDataset, Records, TextStore, TextTable, load_image, make_loader, read_records, select, text_speed, text_store, write_tables
 from debias_clip.keys import code_hash, content_key
 from debias_clip.losses import DualCaptionLoss
-from debias_clip.models import create_model, encode_texts
+from debias_clip.models import create_model, encode_texts, freeze_positions
 from debias_clip.results import device_name
 from debias_clip.scenes import draw_scenes, render, scene_records
 from debias_clip.tokens import get_tokenizer, model_config, stretched_length, text_family
-from debias_clip.train import _attention, _Towers
+from debias_clip.train import TrainConfig, _attention, _criterion, _half, _scaler, _step, _Towers
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -110,6 +114,10 @@ def step(s, way, batch, what, criterion):
         loss.backward()
     return loss.item()   # waits for a GPU
 
+def peak_memory():
+    "Bytes: of the process, or on a GPU what PyTorch took there."
+    return torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*(1 if sys.platform == "darwin" else 1024)
+
 def worker(s, variant):
     "A variant's own process: a line in (step or text), a line of JSON out."
     way, criterion = build(s, variant), DualCaptionLoss(pca_dim=s.pca_dim)
@@ -119,8 +127,7 @@ def worker(s, variant):
         start = time.perf_counter()
         loss = step(s, way, batch, line.strip(), criterion)
         seconds = time.perf_counter() - start
-        peak = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*(1 if sys.platform == "darwin" else 1024)
-        print(json.dumps({"seconds": seconds, "loss": loss, "peak": peak}), flush=True)
+        print(json.dumps({"seconds": seconds, "loss": loss, "peak": peak_memory()}), flush=True)
 
 
 class Process:
@@ -147,14 +154,15 @@ class Process:
 def measure(s, repeats, cache):
     "Interleaved repeats, plain, ours, plain, …; what a run that was stopped left in the cache (a file of JSON lines) is not measured again. Returns a list of dicts."
     rows = [json.loads(line) for line in cache.read_text().splitlines() if line.endswith("}")] if cache and cache.is_file() else []
-    todo = [(what, i, v) for what in ("step", "text") for i in range(repeats) for v in VARIANTS if not any((r["what"], r["repeat"], r["variant"]) == (what, i, v) for r in rows)]
-    if not todo: return rows
-    with Process(s, "plain") as plain, Process(s, "ours") as ours:
-        for p in (plain, ours): p.answer()
-        for what, i, v in todo:
-            rows.append({"what": what, "repeat": i, "variant": v} | {"plain": plain, "ours": ours}[v].ask(what))
-            print(f"{what} {v} {i + 1}/{repeats}: {rows[-1]['seconds']:.2f} s", file=sys.stderr)
-            if cache: append(cache, rows[-1])
+    missing = lambda i, v: [what for what in ("step", "text") if not any((r["what"], r["repeat"], r["variant"]) == (what, i, v) for r in rows)]
+    for i, v in itertools.product(range(repeats), VARIANTS):
+        if not missing(i, v): continue
+        with Process(s, v) as p:   # a new one each time: what the other variant's holds would not be there to use
+            p.answer()
+            for what in missing(i, v):
+                rows.append({"what": what, "repeat": i, "variant": v} | p.ask(what))
+                print(f"{what} {v} {i + 1}/{repeats}: {rows[-1]['seconds']:.2f} s", file=sys.stderr)
+                if cache: append(cache, rows[-1])
     return rows
 
 def append(cache, row):
@@ -216,6 +224,156 @@ def summary(result):
     return rows
 
 
+A100 = 312e12   # dense bf16 operations a second at most, by NVIDIA's data sheet
+
+@dataclass(frozen=True)
+class Loading:
+    """What is measured of the loader. backbone: one of CLIP's, for picture size, tokens and operations; context_length, keep: None and 20 stretch its context as the trainer does;
+    data: a folder with captions.jsonl or captions.csv, a table, or shards; "": JPEG files made on the spot, of the sizes (WIDTHxHEIGHT, by turns; 640x480 is COCO's), with captions of the folder
+    `captions`, as in `Setting`; recipe: of the short captions; images: how many are used (0: all of the data); workers: processes; batch: of one GPU; seconds: of a repeat; utilisation: percent
+    of an A100's bf16 operations that training is assumed to reach."""
+    backbone: str = "ViT-B-16-quickgelu"
+    context_length: int | None = None
+    keep: int = 20
+    captions: str = "/none/"
+    recipe: str = "debias"
+    data: str = ""
+    sizes: str = "640x480"
+    images: int = 256
+    workers: int = 2
+    batch: int = 64
+    seconds: float = 10.
+    utilisation: float = 40.
+
+    def __post_init__(self):
+        self.setting(32), self.shapes()
+        if self.images < (0 if self.data else 1): raise SystemExit("images is 1 or more (0, for all, with --data alone).")
+        if not 0 < self.utilisation <= 100: raise SystemExit(f"utilisation is a percentage, over 0 and up to 100, not {self.utilisation:g}.")
+        if self.workers < 0 or self.batch < 1 or self.seconds <= 0: raise SystemExit("workers is 0 or more, batch 1 or more, seconds over 0.")
+
+    def setting(self, n): return Setting(self.backbone, self.context_length, self.keep, self.captions, n, self.recipe, 1)
+
+    def shapes(self):
+        "(width, height) of each size."
+        found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size) for size in self.sizes.split(",")]
+        if not all(found): raise SystemExit(f"sizes are WIDTHxHEIGHT with commas between, such as 640x480,2250x1500, not {self.sizes!r}.")
+        return [tuple(map(int, m.groups())) for m in found]
+
+
+def photograph(width, height, seed):
+    "A made-up picture with edges and grain, a JPEG of which is about as large as one of a photograph (COCO's have 0.5 bytes a pixel)."
+    rng, out = np.random.default_rng(seed), np.zeros((height, width, 3))
+    for k, share in ((4, .4), (16, .3), (64, .2), (256, .1)):
+        layer = Image.fromarray(rng.integers(0, 256, (max(1, k*height//width), k, 3), dtype=np.uint8))
+        out += share*np.asarray(layer.resize((width, height), Image.Resampling.NEAREST if k == 16 else Image.Resampling.BICUBIC))
+    return Image.fromarray((out + rng.normal(0, 9, (height, width, 1))).clip(0, 255).astype(np.uint8))
+
+def loading_records(s, tok, folder):
+    "Records of JPEG files, their captions in files in `folder` as those of ShareGPT4V, and what they are."
+    if s.data:
+        try: found = read_records(s.data)
+        except ValueError as e: raise SystemExit(str(e)) from e
+        found = select(found, range(min(len(found), s.images or len(found))))
+        images, captions, what = found.images, found.captions, f"{len(found)} pictures of {found.name}"
+    else:
+        captions, about = long_captions(s.setting(s.images), tok)
+        images, shapes = [folder/f"{i}.jpg" for i in range(s.images)], s.shapes()
+        for i, path in enumerate(images): photograph(*shapes[i % len(shapes)], i).save(path, quality=90)
+        what = f"{len(images)} JPEG files of {s.sizes} made on the spot ({sum(p.stat().st_size for p in images)/len(images)/1e3:.0f} kB each), {about}"
+    if len(images) < s.batch: raise SystemExit(f"A batch of {s.batch} cannot be drawn from {len(images)} images: take more --images or a smaller --batch.")
+    write_tables(folder, ((c,) for c in captions), ["caption"])
+    return Records("benchmark", images, TextTable(folder, "caption")), what
+
+class Endless(GlobalBatches):
+    "Epoch after epoch, so that the workers never wait for the next."
+    def __iter__(self):
+        for epoch in itertools.count():
+            self.set_epoch(epoch)
+            yield from super().__iter__()
+
+def loader_speeds(data, s, repeats):
+    "Samples/s of each repeat, once the batches that workers make ahead are used up."
+    loader = iter(make_loader(data, Endless(len(data), s.batch), s.workers))
+    for _ in range(1 + 6*s.workers): next(loader)
+    speeds = []
+    for i in range(repeats):
+        begin, n = time.perf_counter(), 0
+        while (took := time.perf_counter() - begin) < s.seconds: n += len(next(loader)["index"])
+        speeds.append(n/took)
+        print(f"loader {i + 1}/{repeats}: {speeds[-1]:,.0f} samples/s", file=sys.stderr)
+    return speeds
+
+def stage_costs(data, repeats, n=64):
+    "Microseconds of one core that a sample takes in each stage, of each repeat: dict of lists. whole: decoding without draft mode."
+    out = {k: [] for k in ("whole", "decode", "transform", "text")}
+    def timed(name, work, n):
+        begin = time.process_time(); made = work()
+        out[name].append(1e6*(time.process_time() - begin)/n)
+        return made
+    for epoch in range(repeats + 1):
+        index = np.random.default_rng(epoch).permutation(len(data))[:n].tolist()
+        for name, at_least in (("whole", None), ("decode", data.at_least)): pictures = timed(name, lambda: [load_image(data.records.images[i], at_least) for i in index], len(index))
+        timed("transform", lambda: [data.transform(p) for p in pictures], len(index))
+        timed("text", lambda: [data.texts([(e, i) for i in index]) for e in range(10)], 10*len(index))
+    return {k: v[1:] for k, v in out.items()}   # the first warms up
+
+def loading(s, repeats):
+    "All numbers of the loader, as plain data."
+    tok = get_tokenizer(s.backbone, s.context_length or stretched_length(model_config(s.backbone)["text_cfg"].get("context_length", 77), s.keep))
+    with torch.device("meta"): visual = create_model(s.backbone, None, s.context_length, s.keep).visual
+    transform, size = image_transform_v2(PreprocessCfg(**visual.preprocess_cfg), is_train=False), np.max(visual.image_size)
+    with tempfile.TemporaryDirectory() as folder:
+        records, what = loading_records(s, tok, Path(folder))
+        data = PairDataset(records, text_store(records.captions, tok), RECIPES[s.recipe], transform, at_least=2*int(size))   # as the trainer's
+        costs, speeds = stage_costs(data, repeats), loader_speeds(data, s, repeats)
+    operations = count_operations(s.setting(32))["step"]["ours"]/32
+    eaten = s.utilisation/100*A100/operations
+    return {"setting": dataclasses.asdict(s) | {"what": what, "counted for": make_batch(s.setting(32))[1]}, "repeats": repeats, "device": device_name(), "torch": torch.__version__, "samples/s": speeds,
+            "µs a sample": costs, "operations a sample": operations, "A100 operations/s, data sheet": A100, "samples/s of an A100, computed": eaten, "A100s fed, computed": statistics.median(speeds)/eaten}
+
+def told(r):
+    "Lines of text."
+    s, speeds, cost = r["setting"], r["samples/s"], {k: statistics.median(v) for k, v in r["µs a sample"].items()}
+    eaten, fed, speed = r["samples/s of an A100, computed"], r["A100s fed, computed"], statistics.median(speeds)
+    yield f"{s['backbone']}; {s['what']}; {r['device']}, {s['workers']} workers, batches of {s['batch']}, medians of {r['repeats']}; files are in memory already, so without the disk"
+    yield f"measured, loader alone: {speed:,.0f} samples/s (repeats of {s['seconds']:g} s: {min(speeds):,.0f} to {max(speeds):,.0f})"
+    yield f"measured, µs of one core a sample: decoding {cost['decode']:,.0f} (without draft mode {cost['whole']:,.0f}), transform {cost['transform']:,.0f}, text {cost['text']:,.0f}"
+    yield f"computed, not measured: a training step takes {r['operations a sample']/1e9:,.0f}·10⁹ operations a sample (counted for {s['counted for']}, forward and backward);"
+    yield f"  an A100 does at most {A100/1e12:.0f}·10¹² bf16 operations/s (data sheet), and at an assumed {s['utilisation']:g} % of them trains {eaten:,.0f} samples/s:"
+    yield f"  the loader would feed {fed:.2f} A100s of {s['backbone']} training" + (f"; one A100 needs {s['workers']/fed:.0f} such workers." if s["workers"] else ".")
+
+
+WAYS = {"none": {}, "grad_checkpointing": {"grad_checkpointing": True}, "micro_batch": {"micro_batch": None}, "both": {"grad_checkpointing": True, "micro_batch": None}, "freeze_image": {"freeze_image": True}}   # of `train.TrainConfig`
+
+def memory_worker(s, options):
+    "One whole training step, optimiser included, in a process of its own: a line of JSON with its loss, seconds and peak memory."
+    fields = {k: v for k, v in options.items() if k != "freeze_image"}
+    config = TrainConfig(backbone=s.backbone, context_length=s.context_length, keep=s.keep, recipe=s.recipe, pca_dim=s.pca_dim, batch_size=s.batch, precision=s.precision, **fields)
+    torch.manual_seed(0)
+    model = create_model(s.backbone, None, s.context_length, s.keep).to(DEVICE).train()
+    if config.grad_checkpointing: model.set_grad_checkpointing()
+    batch, frozen = sized(make_batch(s)[0], model), options.get("freeze_image", False)
+    if frozen:   # its features are made once before the training, so their cost is not in a step
+        model.lock_image_tower(freeze_bn_stats=True)
+        with torch.no_grad(): batch["image"] = torch.cat([F.normalize(model.encode_image(x.to(DEVICE)), dim=-1).cpu() for x in batch["image"].split(2)])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+    freeze_positions(model, optimizer)
+    towers, start = _Towers(model, config.micro_batch, frozen), time.perf_counter()
+    loss = _step(towers, _criterion(config), optimizer, _scaler(DEVICE, s.precision), batch, DEVICE, _half(DEVICE, s.precision))["loss"].item()
+    print(json.dumps({"seconds": time.perf_counter() - start, "loss": loss, "peak": peak_memory()}))
+
+def memory(s, micro_batch):
+    "A training step under each of the trainer's ways to need less memory. Returns a list of dicts: way, peak (bytes, of the process), seconds, loss."
+    rows = []
+    for name, options in WAYS.items():
+        options = {k: micro_batch if v is None else v for k, v in options.items()}
+        done = subprocess.run([sys.executable, __file__, "memory-worker", json.dumps(options), json.dumps(dataclasses.asdict(s))], stdout=subprocess.PIPE, text=True)
+        if done.returncode: raise SystemExit(f"The process of {name!r} ended with {done.returncode} (-9: not enough memory): see its message above, or take a smaller --batch.")
+        rows.append({"way": name} | json.loads(done.stdout.splitlines()[-1]))
+        print(f"{name:20} {rows[-1]['peak']/1e9:6.2f} GB, a step {rows[-1]['seconds']:6.1f} s, loss {rows[-1]['loss']:.6f}", flush=True)
+    return rows
+
+
 def world():
     torch.set_num_threads(1)
     start = time.perf_counter(); render(draw_scenes(4000, seed=0))
@@ -235,12 +393,28 @@ def main():
     one.add_argument("--repeats", default=3, type=int, help="of each variant, interleaved; medians are shown")
     one.add_argument("--cache", type=Path, help="folder that keeps each repeat until the end, so that a run that was stopped goes on")
     one.add_argument("--json", action="store_true", help="print all numbers as JSON")
+    ways = commands.add_parser("memory", help="a training step under each of the trainer's ways to need less memory", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for f in dataclasses.fields(Setting)[:-1]: ways.add_argument("--" + f.name.replace("_", "-"), default=f.default, type=str if isinstance(f.default, str) else int)
+    ways.add_argument("--micro-batch", default=4, type=int, help="samples encoded at a time, in the ways that have it")
+    two = commands.add_parser("loader", help="the training loader alone: samples/s, and how many A100s it would feed", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+                              epilog=Loading.__doc__)
+    for f in dataclasses.fields(Loading): two.add_argument("--" + f.name.replace("_", "-"), default=f.default, type=type(f.default) if f.default is not None else int)
+    two.add_argument("--repeats", default=3, type=int, help="medians are shown")
+    two.add_argument("--json", action="store_true", help="print all numbers as JSON")
+    inner = commands.add_parser("memory-worker")
+    inner.add_argument("options", type=json.loads); inner.add_argument("setting", type=json.loads)
     inner = commands.add_parser("worker")
     inner.add_argument("variant", choices=VARIANTS); inner.add_argument("setting", type=json.loads)
     given = vars(parser.parse_args())
     command = given.pop("command")
     if command is None: return world()
     if command == "worker": return worker(Setting(**given["setting"]), given["variant"])
+    if command == "memory-worker": return memory_worker(Setting(**given["setting"]), given["options"])
+    if command == "memory": return memory(Setting(**{k: v for k, v in given.items() if k != "micro_batch"}), given["micro_batch"])
+    if command == "loader":
+        repeats, as_json = given.pop("repeats"), given.pop("json")
+        result = loading(Loading(**given), repeats)
+        return print(json.dumps(result) if as_json else "\n".join(told(result)))
     repeats, cache, as_json = (given.pop(k) for k in ("repeats", "cache", "json"))
     result = benchmark(Setting(**given), repeats, cache)
     if as_json: return print(json.dumps(result | {"table": summary(result)}))
