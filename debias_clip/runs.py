@@ -12,7 +12,7 @@ __all__ = ['app', 'data_app', 'notebook_cells', 'notebook_defaults', 'fit', 'Job
 import ast, difflib, hashlib, json, math, os, re, shutil, subprocess, sys, tempfile, time
 from collections.abc import Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -179,6 +179,14 @@ def find_preset(preset, root: Path) -> Path:
     if not folder.resolve().is_relative_to(root): raise ValueError(f"{folder} is outside this checkout: copy the preset into its runs/")
     return folder.resolve()
 
+def _known_to(notebooks: Iterable[Path]) -> set[str]:
+    "All parameters that one of some notebooks has."
+    found = set()
+    for file in notebooks:
+        try: found |= notebook_defaults(file).keys()
+        except ValueError: pass   # told where the notebook is read for itself
+    return found
+
 def _checkout(root) -> Path:
     found = Path(root).resolve() if root is not None else find_checkout()
     if found is None: raise ValueError("no debias_clip checkout here or above: the notebooks and presets are not in the installed package; clone the repository and run this in it")
@@ -200,10 +208,13 @@ def read_preset(preset, root=None) -> Preset:
     settings, out = read_yaml(folder/"params.yaml"), folder.relative_to(root).as_posix()
     known = {f.stem: f for f in (root/"nbs"/"experiments").glob("[!_]*.ipynb")}
     names, wrong = _check_names(settings, set(known))
-    shared, jobs = _mapping(settings, "parameters", wrong), []
+    shared, jobs, somewhere = _mapping(settings, "parameters", wrong), [], _known_to(known[name] for name in names)
     for name in names:
         given = dict(out=out, preset=folder.name)
-        try: full, bad = _settings(notebook_defaults(known[name]), shared, _mapping(settings, name, wrong), given)
+        try:
+            defaults = notebook_defaults(known[name])
+            mine = {k: v for k, v in shared.items() if k in defaults or k not in somewhere}   # a name that no notebook knows is a mistake in each
+            full, bad = _settings(defaults, mine, _mapping(settings, name, wrong), given)
         except ValueError as e: wrong.append(f"{name}: {e}"); continue
         wrong += [f"{name}: {b}" for b in bad]
         if not bad: jobs.append(Job(name, known[name], root, out, json.loads(json.dumps(full)), **_code_hashes(known[name])))
@@ -379,7 +390,7 @@ class PlannedModel:
     """A model that an experiment needs.
 
     experiment, name: where it is named, and how; key: of its folder in models/; config: its TrainConfig; state: "trained", "begun", "to train", or "as in " and an experiment before;
-    images: that are still to be trained on (None: unknown until the data are read).
+    images: that are still to be trained on (None: unknown until the data are read); variant: its `variants.Variant` where it is one, else None.
     """
     experiment: str
     name: str
@@ -387,6 +398,7 @@ class PlannedModel:
     config: object
     state: str
     images: int | None
+    variant: object = None
 
 def _images(config, done_steps: int) -> int | None:
     "Images that a configuration still trains on, by the size of its data set as published."
@@ -404,16 +416,19 @@ def _model_state(folder: Path) -> tuple[str, int]:
     return ("begun", max(steps)) if steps else ("to train", 0)
 
 def planned(jobs: Iterable[Job]) -> list[PlannedModel]:
-    "The models that these jobs need, in the order in which they are trained. jobs: of a checked preset."
+    "The models that these jobs need, a notebook's arms seed by seed and then its variants. jobs: of a checked preset."
     from debias_clip.report import planned_models
+    from debias_clip.sweeps import planned_variants
     from debias_clip.train import model_key
+    from debias_clip.variants import variant_key
     seen, found = {}, []
     for job in jobs:
-        for name, config in planned_models(job.parameters).items():
-            key = model_key(config)
+        arms = {name: (config, None) for name, config in planned_models(job.parameters).items()}
+        for name, (config, variant) in (arms | planned_variants(job.parameters)).items():
+            key = variant_key(config, variant) if variant else model_key(config)
             state, steps = _model_state(job.root/job.out/"models"/key)
             images = 0 if state == "trained" or key in seen else _images(config, steps)
-            found.append(PlannedModel(job.name, name, key, config, f"as in {seen[key]}" if key in seen and state != "trained" else state, images))
+            found.append(PlannedModel(job.name, name, key, config, f"as in {seen[key]}" if key in seen and state != "trained" else state, images, variant))
             seen.setdefault(key, job.name)
     return found
 
@@ -512,18 +527,20 @@ def _peak_memory() -> str:
 # %% ../nbs/10_runs.ipynb #210af3fd
 @dataclass
 class TrainJob:
-    "What a cluster job does that trains a model: every one of its processes calls it. config: of a TrainConfig, plain data; root: the checkout; models: folder; workers: as in `train.train`."
+    "What a cluster job does that trains a model: every one of its processes calls it. config: of a TrainConfig, plain data; root: the checkout; models: folder; workers: as in `train.train`; variant: fields of a `variants.Variant`, or None."
     config: dict
     root: str
     models: str
     workers: int
+    variant: dict | None = None
 
     def __call__(self) -> str:
         import submitit
-        from debias_clip.train import TrainConfig, train
+        from debias_clip.train import TrainConfig
+        from debias_clip.variants import Variant, train_variant
         os.chdir(self.root)   # folders of data are named as seen from it
         if submitit.JobEnvironment().num_tasks > 1: submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
-        return train(TrainConfig.from_dict(self.config), self.models, self.workers).key
+        return train_variant(TrainConfig.from_dict(self.config), Variant(**self.variant or {}), self.models, self.workers).key
 
     def checkpoint(self):
         "What submitit queues when the time is up: the same again, which resumes."
@@ -585,7 +602,7 @@ def submit_preset(preset, root=None, force: bool = False, only: Iterable[str] = 
 
     for key, m in new.items():
         start = model_key(m.config.init) if isinstance(m.config.init, TrainConfig) else None
-        send(f"{m.name} {key}", TrainJob(config_dict(m.config), str(root), f"{preset.out}/models", workers), [f"{new[start].name} {start}"] if start in new else [],
+        send(f"{m.name} {key}", TrainJob(config_dict(m.config), str(root), f"{preset.out}/models", workers, m.variant and asdict(m.variant)), [f"{new[start].name} {start}"] if start in new else [],
              nodes=nodes, tasks_per_node=max(1, gpus), gpus_per_node=gpus, cpus_per_task=workers + 1)
     for job in jobs:
         needs = dict.fromkeys(f"{new[m.key].name} {m.key}" for m in models if m.experiment == job.name and m.key in new)

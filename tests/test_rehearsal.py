@@ -83,6 +83,14 @@ def test_only_what_few_records_cannot_bear_is_replaced():
     assert PARAMETERS["finetuning"] is FINE and FINE["batch_size"] == 256
 
 
+def test_what_draws_is_made_small_and_random():
+    "A pipeline of gigabytes is replaced by a tiny one, and who looks at its pictures by what is trained from."
+    pictures = dict(pipeline="sdxl", checkpoints={"mine": "mine.pt"}, n_prompts=8, options=4, noises=4, steps=30, size=1024, guidance=5.0, judge=dict(backbone="ViT-H-14", pretrained="laion2b_s32b_b79k"))
+    small, roots, weights = small_parameters({k: v for k, v in PARAMETERS.items() if k != "tests"} | pictures)
+    assert {k: small[k] for k in pictures} == dict(pipeline=None, checkpoints={}, n_prompts=1, options=2, noises=1, steps=1, size=16, guidance=5.0, judge=dict(backbone="ViT-B-16-quickgelu", pretrained="openai"))
+    assert roots == {"data/sharegpt4v": "sharegpt4v"} and weights == [("ViT-B-16-quickgelu", "openai")] and pictures["size"] == 1024
+
+
 @pytest.mark.parametrize("root", ["/disk/docci", "../docci"])
 def test_data_outside_the_checkout_are_written_inside_it(root):
     small, roots, _ = small_parameters(PARAMETERS | dict(tests={"t": dict(data="docci", root=root)}))
@@ -123,16 +131,35 @@ assert torch.equal(torch.nn.init.normal_(torch.zeros(3)), torch.zeros(3))
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_the_papers_preset_is_rehearsed(tmp_path):
-    """All four notebooks of paper-b16 on random weights of its four backbones. Five minutes.
-
-    The longest test of the suite: nothing but the data is new to a reader who has them."""
-    before = {f: f.stat().st_mtime_ns for f in (REPO/"runs"/"paper-b16").rglob("*")}
-    done = subprocess.run([sys.executable, "-c", "from debias_clip.runs import main; main()", "run", "paper-b16", "--rehearse"], cwd=REPO, text=True, capture_output=True,
+def rehearsed(preset, tmp_path, *only):
+    "What a rehearsal of some experiments prints; it leaves nothing behind, gigabytes least of all."
+    before = {f: f.stat().st_mtime_ns for f in (REPO/"runs"/preset).rglob("*")}
+    done = subprocess.run([sys.executable, "-c", "from debias_clip.runs import main; main()", "run", preset, "--rehearse", *(a for name in only for a in ("--only", name))], cwd=REPO, text=True, capture_output=True,
                           env={**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path)}, timeout=1500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    out = done.stdout
-    for told in ("ViT-B-16-quickgelu (openai), ViT-B-16 (laion2b_s34b_b88k), ViT-B-16-SigLIP (webli), ViT-B-16-SigLIP2 (webli)", "[4/4] backbones", "REHEARSAL of paper-b16: random weights"): assert told in out
+    assert f"REHEARSAL of {preset}: random weights" in done.stdout and list(tmp_path.iterdir()) == []
+    assert {f: f.stat().st_mtime_ns for f in (REPO/"runs"/preset).rglob("*")} == before
+    return done.stdout
+
+
+def test_the_papers_preset_is_rehearsed(tmp_path):
+    """Four notebooks of paper-b16 on random weights of its four backbones. Five minutes.
+
+    The longest test of the suite: nothing but the data is new to a reader who has them."""
+    out = rehearsed("paper-b16", tmp_path, "main_table", "ablation", "permutation", "backbones")
+    for told in ("ViT-B-16-quickgelu (openai), ViT-B-16 (laion2b_s34b_b88k), ViT-B-16-SigLIP (webli), ViT-B-16-SigLIP2 (webli)", "[4/4] backbones"): assert told in out
     for test in ("Urban1k", "DCI", "Long-DCI", "DOCCI", "COCO", "Flickr30k"): assert re.search(rf"^ *{test} +whole caption +DeBias recipe", out, re.M), test
-    assert list(tmp_path.iterdir()) == []                                  # nothing is left, gigabytes least of all
-    assert {f: f.stat().st_mtime_ns for f in (REPO/"runs"/"paper-b16").rglob("*")} == before
+
+
+@pytest.mark.slow
+def test_the_sweep_is_rehearsed(tmp_path):
+    "Its arms and variants of a large backbone. MINUTES."
+    out = rehearsed("paper-b16", tmp_path, "tradeoff")
+    for told in (r"DOCCI +DeBias recipe +1\.0", r"COCO +Long-CLIP recipe +0\.5"): assert re.search(told, out), out
+
+
+@pytest.mark.slow
+def test_the_pictures_are_rehearsed(tmp_path):
+    "Text encoders of ViT-L/14's size in a random pipeline of their width."
+    out = rehearsed("paper-l14", tmp_path, "generation")
+    for arm in ("the pipeline's own encoder", "pre-trained", "Long-CLIP recipe", "DeBias recipe"): assert re.search(rf"{arm} .* 50\.0 ", out), out

@@ -360,6 +360,18 @@ def test_train_says_what_is_wrong_as_eval_does(checkout, here):
     assert code == 0 and out.startswith("here/") and (checkout.root/out.strip()).is_file(), err
 
 
+def test_what_notebooks_share_reaches_those_that_know_it(checkout):
+    "Not every experiment has test sets; a name that none knows is still a mistake."
+    checkout.notebook("one"); checkout.notebook("two", parameters=PARAMETERS + "\nonly_two = 1")
+    checkout.preset("experiments: [one, two]\nparameters: {only_two: 5, a: 3}\n")
+    one, two = read_preset("demo", checkout.root).jobs
+    assert "only_two" not in one.parameters and two.parameters["only_two"] == 5 and one.parameters["a"] == two.parameters["a"] == 3
+    checkout.preset("experiments: [one]\nparameters: {only_two: 5}\n")
+    with pytest.raises(ValueError, match="one: it knows no parameter 'only_two'"): read_preset("demo", checkout.root)
+    checkout.preset("experiments: [one, two]\none: {only_two: 5}\n")
+    with pytest.raises(ValueError, match="one: it knows no parameter 'only_two'"): read_preset("demo", checkout.root)
+
+
 # ---- the plan
 
 SMALL = dict(data="scenes", backbone="scenes-clip", epochs=1, batch_size=32, warmup=1, keep=8, context_length=88, lr=1e-3)
@@ -398,14 +410,32 @@ def test_what_the_plan_names_is_what_the_run_trains(checkout):
     assert "done, and once more" in runs.plan_text(read_preset("demo", checkout.root), jobs, rates, force=True)
 
 
+def test_variants_are_planned_and_trained_beside_the_arms(checkout):
+    "As jobs of a cluster, under the names that the plan has; the notebook finds them."
+    more = dict(variants={"one sentence": {"count": 1}, "both": {"pad_long": True}}, arms={"DeBias": {"recipe": "debias"}})
+    lines = PARAMETERS.splitlines()[:4] + [f"{k} = {v!r}" for k, v in (EXPERIMENT | more).items()]
+    checkout.notebook("one", "from debias_clip.sweeps import sweep_arms\n_, keys = sweep_arms(arms, variants, seeds, finetuning, pretraining, tests, out)", parameters="\n".join(lines))
+    checkout.preset("experiments: [one]\n")
+    jobs = read_preset("demo", checkout.root).jobs
+    models = {m.name: m for m in runs.planned(jobs)}
+    assert list(models) == ["start, seed 0", "DeBias, seed 0", "one sentence, seed 0", "both, seed 0"] and len({m.key for m in models.values()}) == 4
+    assert {m.images for m in models.values()} == {32} and models["DeBias, seed 0"].variant is None
+    pytest.importorskip("submitit")
+    sent = runs.submit_preset("demo", checkout.root, gpus=1, workers=0, hours=.1, cluster="local", say=lambda text: None)
+    assert list(sent) == [*(f"{n} {m.key}" for n, m in models.items()), "one"]
+    for name, m in models.items(): assert sent[f"{name} {m.key}"].result() == m.key
+    assert sent["one"].result() and job_state(checkout.job("one")) == "done"
+    assert {f.name for f in (checkout.root/"runs/demo/models").iterdir()} - {"cluster"} == {m.key for m in models.values()} and {m.state for m in runs.planned(jobs)} == {"trained"}
+
+
 def test_every_preset_has_a_plan():
-    "The paper's: 11 models of one seed, of which the ablation shares two with the main table and the backbones another two."
+    "The paper's: 11 models of one seed, of which the ablation shares two with the main table and the backbones another two; the trade-off adds its own 13 (toy: 14 for each of three seeds)."
     counts = {}
     for name in ("smoke", "quick", "toy", "paper-b16", "paper-l14"):
         models = runs.planned(read_preset(name, REPO).jobs)
         counts[name] = len({m.key for m in models})
         assert all(m.images is not None for m in models)
-    assert counts == dict(smoke=12, quick=12, toy=48, **{"paper-b16": 11, "paper-l14": 7}), counts
+    assert counts == dict(smoke=18, quick=12, toy=90, **{"paper-b16": 24, "paper-l14": 20}), counts
 
 
 def test_the_plan_says_hours_or_why_not(checkout, here):
