@@ -38,6 +38,7 @@ class _Pool:
                 if other != sample and found not in caption: return found
         return None
 
+# %% ../nbs/08d_shortsight.ipynb #0d5a6b07
 def _fitting(tok, records, caption):
     "How many first sentences of a caption fit the context."
     return max((j for j in range(1, len(caption) + 1) if len(tok.encode(records.text(caption[:j]))) <= tok.room), default=0)
