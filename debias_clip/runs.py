@@ -284,6 +284,19 @@ def _scrub(node, root):
     return node
 
 # %% ../nbs/10_runs.ipynb #0d9fa05b
+@contextmanager
+def _environment(**values):
+    "Environment variables for the kernels that start meanwhile."
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try: yield
+    finally:
+        for name, value in before.items():
+            if value is None: os.environ.pop(name, None)
+            else: os.environ[name] = value
+
+_LEAN = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20)}   # glibc then gives a tensor's memory back; else what a kernel holds grows with each model it trains
+
 def _papermill(job: Job) -> str | None:
     "Executes the notebook into its partial file. Returns None, or what went wrong in the kernel."
     import papermill
@@ -291,9 +304,10 @@ def _papermill(job: Job) -> str | None:
     watched = sys.stderr.isatty()
     bar = {"desc": job.name, "leave": False} if watched else False
     try:
-        papermill.execute_notebook(str(job.notebook), str(job.file("partial.ipynb")), dict(job.parameters), kernel_name="python3", cwd=str(job.root),
-                                   progress_bar=bar, stderr_file=sys.stderr if watched else None, coalesce_streams=True,
-                                   extra_arguments=["--IPKernelApp.log_level=ERROR"])   # its remarks on its own start are no progress
+        with _environment(**_LEAN | {k: os.environ[k] for k in _LEAN if k in os.environ}):
+            papermill.execute_notebook(str(job.notebook), str(job.file("partial.ipynb")), dict(job.parameters), kernel_name="python3", cwd=str(job.root),
+                                       progress_bar=bar, stderr_file=sys.stderr if watched else None, coalesce_streams=True,
+                                       extra_arguments=["--IPKernelApp.log_level=ERROR"])   # its remarks on its own start are no progress
     except PapermillExecutionError as e: return f"{e.ename}: {e.evalue}"
     except Exception as e: return f"{type(e).__name__}: {e}"   # the kernel died or never started: as much the notebook's failure, not the batch's
     if not job.file("metrics.json").exists(): return f"it ended without write_metrics(out, {job.name!r}, …)"
@@ -472,17 +486,6 @@ def plan_text(preset: Preset, jobs: list[Job], rates: dict[str, float], rate: fl
     return "\n".join([*lines, f"{preset.name}: {len(due)} of {len(jobs)} notebooks to run, {len({m.key for m in models})} models, {said}"])
 
 # %% ../nbs/10_runs.ipynb #26677e7b
-@contextmanager
-def _environment(**values):
-    "Environment variables for the kernels that start meanwhile."
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try: yield
-    finally:
-        for name, value in before.items():
-            if value is None: os.environ.pop(name, None)
-            else: os.environ[name] = value
-
 def _forget_models(job: Job, later: list[Job]) -> None:
     "Deletes the trained models of a run folder that no later job needs."
     from debias_clip.report import planned_models
