@@ -94,7 +94,7 @@ def attention_rows(model, transform, tok, records, layer=-1, text=None):
 
 def similarity_rows(model, transform, tok, records, bins=4):
     """Rows of `similarity`: what ("cosine", "added", "share", "growth", "length", "margin" of the same groups, "slope"), x (text, place, sentence or group), value, low, high, n and, where they belong, others, tokens, words, scores. bins: of `by_length`.
-    Shares that mean nothing are left out, and so is `added` where no caption has two sentences."""
+    "6+" is the sixth place and all later ones. Shares that mean nothing are left out, and so is `added` where no caption has two sentences."""
     found = similarity.cosines(model, transform, tok, records)
     rows = [dict(what="cosine", x=r["text"]) | r for r in similarity.first_and_whole(found)] + [dict(what="growth", x=r["sentence"]) | r for r in similarity.growth(found)]
     for r in similarity.by_length(found, bins):
@@ -103,7 +103,7 @@ def similarity_rows(model, transform, tok, records, bins=4):
     rows.append(dict(what="slope", x="per 10 tokens") | similarity.slope(found))
     if (found.sentences > 1).any():
         for r in similarity.added(found):
-            name = f"{r['place']}{' and later' if r['last'] else ''}"
+            name = f"{r['place']}{'+' if r['last'] else ''}"
             rows.append(dict(what="added", x=name) | r)
             if r["share"] is not None: rows.append(dict(what="share", x=name) | r | dict(value=r["share"], low=r["share_low"], high=r["share_high"], scores=None))
     return [r for r in rows if r["value"] is not None]
@@ -165,9 +165,13 @@ def curves(summary, x="x", out=None, name=None, hue="arm", panels="test", style=
                 ax.plot(at, line.value, color=COLOURS[i % 7], marker="os^Dvp*"[i % 7] if len(line) < 13 else None, ms=4, ls=("-", "--", ":")[j % 3], label=h if s is None else f"{h}, {s}")
                 if line.low.notna().all(): ax.fill_between(at, line.low.astype(float), line.high.astype(float), color=COLOURS[i % 7], alpha=.15, lw=0)
         if texts: ax.set_xticks(range(len(ticks)), ticks, fontsize=8)
+        elif len(ticks) < 13: ax.set_xticks(sorted(ticks))
         if even is not None: ax.axhline(even, color="grey", lw=.8)
         ax.set_title(kind or "", fontsize=10); ax.set_xlabel(xlabel, fontsize=9); ax.grid(alpha=.3); ax.spines[["top", "right"]].set_visible(False)
     for ax in axes[:, 0]: ax.set_ylabel(label, fontsize=9)
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=min(3, len(hues)*len(styles)), frameon=False, fontsize=8)
+    handles = [plt.Line2D([], [], color=COLOURS[i % 7], marker="os^Dvp*"[i % 7], ms=4, label=h) for i, h in enumerate(hues)]
+    if style: handles += [plt.Line2D([], [], color="grey", ls=("-", "--", ":")[j % 3], label=s) for j, s in enumerate(styles)]
+    room = int(fig.get_figwidth()/(.5 + .075*max(len(h.get_label()) for h in handles)))   # entries beside each other
+    fig.legend(handles=handles, loc="outside lower center", ncols=max(1, min(room, len(handles))), frameon=False, fontsize=8)
     if out: fig.savefig(run_folder(out)/f"{name}.png", dpi=150)
     return fig

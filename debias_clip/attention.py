@@ -219,7 +219,7 @@ def heat_strip(strips, columns=100):
     """
     placed = {name: list(_lines(strip, columns)) for name, strip in strips.items()}
     heights = [at[-1][0] + 2 for at in placed.values()]
-    fig, ax = plt.subplots(figsize=(.085*columns, .24*sum(heights)))
+    fig, ax = plt.subplots(figsize=(.07*columns, .22*sum(heights)))
     top = 0
     for (name, at), height in zip(placed.items(), heights):
         most = max([w for *_, w, kind in at if kind == "word"], default=1) or 1

@@ -184,7 +184,7 @@ def _scale(models):
 def _interval(r, digits=2, sign=""):
     'As printed: "0.41 [0.35, 0.47]"; "–" where there is no number.'
     if not r or r["value"] is None: return "–"
-    show = lambda v: f"{v:{sign}.{digits}f}"
+    show = lambda v: f"{round(v, digits) or 0.:{sign}.{digits}f}"   # no −0.00
     return show(r["value"]) if r.get("low") is None else f"{show(r['value'])} [{show(r['low'])}, {show(r['high'])}]"
 
 def _table(head, rows):
@@ -250,10 +250,10 @@ def _reading_parts(models):
         "it stands; number 1 is the first as written, usually a summary, and may rightly weigh more.",
         _grid(_lines(models, lambda m: m["place"], "place", "Weight of each place relative to an even reader", "place in random order", "weight of the place", 1),
               _lines(models, lambda m: m["sentence"], "sentence", "Weight of each sentence relative to the mean of its caption", "sentence as written", "weight of the sentence", 1)))
+    orders = lambda m: [dict(k=f"{r['variant']}: {k}", v=show(r)) for k, show, rows in (("recall", recall, t2i(m["orders"])), ("lost", lost, t2i(m["orders"])[1:]), ("captions cut", lambda r: f"{r['truncated']} of {r['n']}", t2i(m["orders"]))) for r in rows]
     yield _section("Order of the sentences", "Recall@1 text→image in percent on the same captions under each order, and points lost against the caption as written: <i>move</i> swaps sentences 1 and 4, <i>remove</i> drops the first, <i>first</i> keeps only it, "
-        "<i>first2</i> and <i>swap2</i> keep the first two, as written and swapped. Text that the context cuts is not read, so captions cut are counted.",
-        _by_model(models, lambda m: t2i(m["orders"]), lambda r: f"{r['variant']}: recall", recall), _by_model(models, lambda m: t2i(m["orders"])[1:], lambda r: f"{r['variant']}: lost", lost),
-        _by_model(models, lambda m: t2i(m["orders"]), lambda r: f"{r['variant']}: captions cut, of", lambda r: f"{r['truncated']} of {r['n']} ({r['left_out']} too short, left out)"))
+        "<i>first2</i> and <i>swap2</i> keep the first two, as written and swapped. Captions of too few sentences for one of these are left out of all. Text that the context cuts is not read, so captions cut are counted.",
+        _by_model(models, orders, lambda r: r["k"], lambda r: r["v"]))
     yield _section("Every order", "Left: the summary at each place, the other sentences in their order. Right: without one sentence. Below: all sentences shuffled; <i>worst</i> counts a caption only if its image is found under every shuffle, <i>best</i> if under any.",
         _grid(_lines(models, moved("summary at"), "place", "Recall with the summary at each place", "place of the summary", "text→image R@1, %"), _lines(models, moved("without"), "place", "Recall without each sentence", "sentence left out", "text→image R@1, %")),
         _by_model(models, moved("shuffled"), lambda r: f"shuffled, {r['order']}", lambda r: _interval(r, 1)))
@@ -270,11 +270,13 @@ def _embedding_parts(models):
         _grid(_lines(models, attention("position"), "position", "Attention by position", "position of the word", "weight", 1), _lines(models, attention("sentence"), "sentence", "Attention by sentence", "sentence", "weight", 1)),
         _by_model(models, attention("layer"), lambda r: f"layer {r['layer']}", centre), "<p>A caption of middle length, its tokens coloured by their weight:</p>",
         "".join(f"<h3>{html.escape(m['name'])}</h3>{_strip(m['attention']['strip'])}" for m in models if m["attention"]))
-    share = lambda r: f"{_interval(r, 3)}" + ("" if r["share"] is None else f"; {r['share']:.0f} % of all, for {r['words']:.0f} % of the words")
+    cosine = lambda m: [dict(k=k, v=v) for r in like("cosine")(m) for k, v in ((r["text"], _interval(r, 3)), (f"{r['text']}, with other images", f"{r['others'] or 0.:.3f}"))] + [dict(k="change for ten tokens more", v=_interval(like("slope")(m), 4, "+"))]
+    share = lambda r: "–" if r["share"] is None else f"{_interval(dict(value=r['share'], low=r['share_low'], high=r['share_high']), 0)} %"
+    place = lambda r: f"{r['place']}{' and later' if r['last'] else ''}"
+    adds = lambda m: [dict(k=k, v=v) for r in like("added")(m) or [] for k, v in ((f"sentence {place(r)} adds", _interval(r, 3)), (f"of all that is added, for {r['words']:.0f} % of the words ({place(r)})", share(r)))]
     yield _section("What the embedding holds", "Mean cosines with the captions' own images. Height cannot be compared between models; signs, shares and shapes can. A model that reads all of a caption comes nearer with every true sentence.",
         _grid(_lines(models, like("growth"), "sentence", "Cosine of the first sentences", "first sentences", "cosine with the image"), _lines(models, lambda m: like("added")(m) or [], "place", "Cosine added by each sentence", "sentence left out", "cosine it adds", 0)),
-        _by_model(models, like("cosine"), lambda r: r["text"], lambda r: f"{_interval(r, 3)}; with other images {r['others']:.3f}"), _by_model(models, lambda m: like("added")(m) or [], lambda r: f"sentence {r['place']}{' and later' if r['last'] else ''} adds", share),
-        _by_model(models, lambda m: [like("slope")(m)], lambda r: "change for ten tokens more", lambda r: _interval(r, 4, "+")))
+        _by_model(models, cosine, lambda r: r["k"], lambda r: r["v"]), _by_model(models, adds, lambda r: r["k"], lambda r: r["v"]))
 
 # %% ../nbs/09c_diagnose.ipynb #2a842304
 def _worst_part(models):
@@ -282,12 +284,13 @@ def _worst_part(models):
         spots = (0, 3) if how == "move" else (0, 1)
         text = " ".join(f"<mark>{html.escape(s)}</mark>" if k in spots else html.escape(s) for k, s in enumerate(r["sentences"]))
         picture = lambda key, words: f'<figure><img alt="{words}" src="{r[key]}"><figcaption>{words}</figcaption></figure>'
-        right, wrong = html.escape(f"image {r['sample']} {r['file']}: rank {r['before']}, then {r['after']}"), html.escape(f"image {r['instead']} {r['instead_file']}, found instead")
+        named = lambda number, file: f"image {number}" + (f" ({file})" if file else "")
+        right, wrong = html.escape(f"{named(r['sample'], r['file'])}: rank {r['before']}, then {r['after']}"), html.escape(f"{named(r['instead'], r['instead_file'])}, found instead")
         return f'<div class="worst">{picture("image", right)}{picture("other", wrong)}<p>{text}</p></div>'
     parts = []
     for m in models:
         parts.append(f"<h3>{html.escape(m['name'])}</h3>" + ("".join(item(r, m["worst_order"]) for r in m["worst"]) if m["worst"] else '<p class="none">' + ("None falls." if m["worst"] == [] else "Not measured: see what is omitted.") + "</p>"))
-    return _section("The worst captions", "Captions whose image is found as written and falls farthest when the two marked sentences change places; shown as they stand then.", *parts)
+    return _section("The worst captions", "Captions whose image falls farthest when the two marked sentences change places, first those whose image is found (rank 1) as written; shown as they stand then, with the nearest of the other images.", *parts)
 
 def page(models):
     """The report as one HTML page, which holds all it needs.

@@ -38,7 +38,7 @@ class _Pool:
                 if other != sample and found not in caption: return found
         return None
 
-# %% ../nbs/08d_shortsight.ipynb #0d5a6b07
+# %% ../nbs/08d_shortsight.ipynb #f4c98b7a
 def _fitting(tok, records, caption):
     "How many first sentences of a caption fit the context."
     return max((j for j in range(1, len(caption) + 1) if len(tok.encode(records.text(caption[:j]))) <= tok.room), default=0)
@@ -69,7 +69,7 @@ def _exchanged(records, caption, order, foils):
     true = [caption[j] for j in order]
     return (records.text(true), *(records.text(true[:p] + [foils[j]] + true[p + 1:]) for p, j in enumerate(order)))
 
-# %% ../nbs/08d_shortsight.ipynb #5ad59ab3
+# %% ../nbs/08d_shortsight.ipynb #3fd79149
 def falls(model, transform, tok, records, seed=0, images=None):
     """How far the cosine of image and caption falls when one sentence is exchanged for a foreign one, at every place of captions in random order.
 
@@ -91,7 +91,7 @@ def falls(model, transform, tok, records, seed=0, images=None):
         at += len(e.texts)
     return pd.DataFrame(rows, columns=["sample", "sentences", "place", "sentence", "fall"]), dict(left_out=why, asked=share)
 
-# %% ../nbs/08d_shortsight.ipynb #e4cc8a86
+# %% ../nbs/08d_shortsight.ipynb #0c0aa3e9
 def _by_caption(found):
     "(numerator, divisor) of the index, float [captions] each, in the order of the samples."
     weighed = found.fall*(1 - 2*(found.place - 1)/(found.sentences - 1))
@@ -129,7 +129,7 @@ def shortsight_difference(found, other, n_boot=1000, seed=0):
     low, high = np.percentile([(w @ a)/(w @ b) - (w @ c)/(w @ d) for w in _draws(len(both), n_boot, seed)], [2.5, 97.5])
     return dict(value=float(a.sum()/b.sum() - c.sum()/d.sum()), low=float(low), high=float(high), n=len(both), why=None)
 
-# %% ../nbs/08d_shortsight.ipynb #03383a42
+# %% ../nbs/08d_shortsight.ipynb #3ee75326
 def by_place(found, of="place", least=10, n_boot=1000, seed=0):
     """How much a place counts, relative to the mean of the places of the same captions.
 

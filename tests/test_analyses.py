@@ -108,12 +108,18 @@ def test_curves(tmp_path):
     assert (tmp_path/'c.png').stat().st_size > 1000 and len(fig.axes) == 2
     lines = fig.axes[0].lines
     assert [line.get_xdata().tolist() for line in lines[:4]] == [[0, 5, 20]]*4 and [line.get_label() for line in lines[:4]] == ['one, words', 'one, pads', 'two, words', 'two, pads']
+    assert [t.get_text() for t in fig.legends[0].get_texts()] == ['one', 'two', 'words', 'pads']
+    fig.canvas.draw()
+    assert all(0 <= b.x0 and b.x1 <= fig.bbox.x1 for b in [t.get_window_extent() for t in fig.legends[0].get_texts()])
     texts = curves(frame.assign(x=frame.x.map({0: 'a', 5: 'b', 20: 'c'})).query("by == 'pads'"))
     assert [t.get_text() for t in texts.axes[0].get_xticklabels()] == ['a', 'b', 'c'] and texts.axes[0].lines[0].get_xdata().tolist() == [0, 1, 2]
     mixed = curves(frame.iloc[::-1].query("by == 'pads'"))
     assert mixed.axes[0].lines[0].get_xdata().tolist() == [0, 5, 20]                   # a line goes from left to right
     wide = curves(frame.query("by == 'pads'").assign(panel=frame.test + frame.arm), panels='panel')
     assert [ax.get_title() for ax in wide.axes] == ['ownone', 'otherone', 'owntwo', 'othertwo'] and len({ax.get_subplotspec().rowspan.start for ax in wide.axes}) == 2
+    long = curves(frame.query("test == 'own'").assign(arm=frame.arm.map({'one': 'a model with a name that is long', 'two': 'another with a long one too'})), style='by')
+    long.canvas.draw()
+    assert all(0 <= b.x0 and b.x1 <= long.bbox.x1 for b in [t.get_window_extent() for t in long.legends[0].get_texts()])
     alone = curves(frame.query("by == 'pads' and test == 'own'").assign(low=None, high=None), panels=None)
     assert len(alone.axes) == 1 and not alone.axes[0].collections
     plt.close('all')
