@@ -160,12 +160,13 @@ def embed(pipeline, texts):
 
 @contextmanager
 def _quiet():
-    "Without diffusers' warning about each prompt that is cut: they are counted."
-    logging = _need("diffusers").utils.logging
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
+    "Without the libraries' warnings about each prompt that is cut: they are counted."
+    logs = [_need(name).utils.logging for name in ("diffusers", "transformers")]
+    levels = [log.get_verbosity() for log in logs]
+    for log in logs: log.set_verbosity_error()
     try: yield
-    finally: logging.set_verbosity(level)
+    finally:
+        for log, level in zip(logs, levels): log.set_verbosity(level)
 
 def generate(pipeline, texts, seeds, steps=30, size=None, guidance=5.0, batch=4):
     """Pictures of prompts.
