@@ -8,8 +8,8 @@ __all__ = ['OWN', 'Question', 'photographs', 'scene_questions', 'asked_pictures'
            'what_it_means', 'picture_grid']
 
 # %% ../nbs/08f_generation.ipynb #12b2360b
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -141,9 +141,9 @@ def load_pipeline(name, backbone):
     """
     device, kind = ("cuda", torch.float16) if torch.cuda.is_available() else ("cpu", torch.float32)
     try: pipeline = random_pipeline(backbone) if name is None else _need("diffusers").DiffusionPipeline.from_pretrained(name, torch_dtype=kind)
-    except (OSError, EnvironmentError) as e: raise ValueError(f"There is no pipeline {name!r} here, and it could not be fetched: name a folder of diffusers, or go online once ({str(e)[:200]}).") from e
+    except OSError as e: raise ValueError(f"There is no pipeline {name!r} here, and it could not be fetched: name a folder of diffusers, or go online once ({str(e)[:200]}).") from e
     pipeline.set_progress_bar_config(disable=True)
-    return pipeline.to(device, kind)
+    return pipeline.to(device)
 
 # %% ../nbs/08f_generation.ipynb #1435164b
 @torch.no_grad()
@@ -153,10 +153,20 @@ def embed(pipeline, texts):
     texts: list of str. Returns (dict of the embeddings, [n, tokens, width] and for SDXL pooled [n, width], as the pipeline's call takes them; how many of the texts were cut).
     """
     device, length = pipeline.unet.device, pipeline.tokenizer.model_max_length
-    cut = sum(len(ids) > length for ids in pipeline.tokenizer(texts, truncation=False, verbose=False).input_ids)
-    made = pipeline.encode_prompt(texts, device=device, num_images_per_prompt=1, do_classifier_free_guidance=True)
+    cut = sum(len(ids) > length for ids in pipeline.tokenizer(texts, truncation=True, max_length=10**6).input_ids)
+    with _quiet(): made = pipeline.encode_prompt(texts, device=device, num_images_per_prompt=1, do_classifier_free_guidance=True)
     names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
     return dict(zip(names, made)), cut
+
+@contextmanager
+def _quiet():
+    "Without the libraries' warnings about each prompt that is cut: they are counted."
+    logs = [_need(name).utils.logging for name in ("diffusers", "transformers")]
+    levels = [log.get_verbosity() for log in logs]
+    for log in logs: log.set_verbosity_error()
+    try: yield
+    finally:
+        for log, level in zip(logs, levels): log.set_verbosity(level)
 
 def generate(pipeline, texts, seeds, steps=30, size=None, guidance=5.0, batch=4):
     """Pictures of prompts.

@@ -2,8 +2,9 @@
 
 The pipelines are tiny and of random weights, in the real classes.
 """
-import os
+import logging, os, subprocess, sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from debias_clip.tokens import get_tokenizer
 from debias_clip.train import arm_config, model_key
 
 pytest.importorskip("diffusers")
-N = 6
+REPO, N = Path(__file__).parents[1], 6
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +163,21 @@ def test_embeddings_are_the_text_encoders_own_at_full_length(model, pipeline, wo
     assert [row[row != tok.eot].tolist() for row in ids(pipeline.tokenizer)] == [[tok.sot, *tok.encode(t)] for t in texts]
 
 
+def test_cut_prompts_are_counted_in_silence(pipeline, world):
+    told, handler = [], logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    loggers = [logging.getLogger(name) for name in ("diffusers", "transformers")]
+    for log in loggers: log.addHandler(handler)
+    try:
+        levels = [log.level for log in loggers]
+        assert embed(pipeline, [q.text(0) for q in world[0]] + ["a red ring"])[1] == N and not told
+        assert [log.level for log in loggers] == levels
+        pipeline.encode_prompt(world[0][0].text(0), device="cpu")
+        assert any("truncated" in t for t in told)                                 # otherwise this test would hear nothing in any case
+    finally:
+        for log in loggers: log.removeHandler(handler)
+
+
 def test_a_late_word_reaches_the_picture_only_in_a_long_context(model, pipeline, world):
     q, how = world[0][0], dict(steps=2, size=16)
     pair = [q.text(0), q.text(1)]
@@ -208,6 +224,20 @@ def test_random_pipelines_are_the_same_and_disturb_nothing():
     state = lambda p: torch.cat([x.flatten() for part in (p.unet, p.vae, p.text_encoder, p.text_encoder_2) for x in part.parameters()])
     assert torch.equal(state(a), state(b)) and not torch.equal(state(a), state(c)) and torch.isfinite(state(a)).all()
     assert a.tokenizer.model_max_length == a.tokenizer_2.model_max_length == 28
+
+
+def test_a_pipeline_made_in_a_hurry_is_whole():
+    "In a rehearsal's kernel modules are made without drawing their weights; these are drawn by themselves."
+    code = """
+import torch
+from debias_clip.generation import load_pipeline
+from debias_clip.rehearsal import hurry
+hurry()
+p = load_pipeline(None, "scenes-clip")
+assert all(torch.isfinite(x).all() for part in (p.unet, p.vae, p.text_encoder, p.text_encoder_2) for x in (*part.parameters(), *part.buffers()))
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], text=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(REPO)}, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_pipeline_that_is_not_there_is_named():

@@ -1,5 +1,4 @@
 """Sweeps: arms and variants side by side, the plan of them, and long text drawn against short text."""
-from functools import lru_cache
 from pathlib import Path
 
 import matplotlib
@@ -8,10 +7,10 @@ import pandas as pd
 import pytest
 from matplotlib import pyplot as plt
 
-from debias_clip.report import score_arms
-from debias_clip.runs import planned, read_preset
+from debias_clip.report import planned_models, score_arms
+from debias_clip.runs import notebook_defaults, read_yaml
 from debias_clip.sweeps import planned_variants, plane, sweep_arms
-from debias_clip.train import TrainConfig, arm_config
+from debias_clip.train import TrainConfig, arm_config, model_key
 from debias_clip.variants import Variant, variant_key
 
 REPO = Path(__file__).parents[1]
@@ -104,15 +103,15 @@ def test_gains_start_at_the_origin(tmp_path):
 
 # ---- the presets
 
-@lru_cache
-def jobs_of(preset): return read_preset(preset, REPO).jobs
-
-def sweep_of(preset): return next(j for j in jobs_of(preset) if j.name == "tradeoff").parameters
+def parameters(preset, experiment):
+    "All parameters of an experiment in a preset, without the checks of `read_preset`, which take seconds."
+    settings, defaults = read_yaml(REPO/"runs"/preset/"params.yaml"), notebook_defaults(REPO/"nbs"/"experiments"/f"{experiment}.ipynb")
+    return defaults | {k: v for k, v in settings["parameters"].items() if k in defaults} | settings.get(experiment, {})
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_name_in_a_preset_is_there(preset):
-    p = sweep_of(preset)
+    p = parameters(preset, "tradeoff")
     assert {a for names in p["lines"].values() for a in names} <= p["arms"].keys() and "DeBias recipe" in p["arms"] and not p["arms"].keys() & p["variants"].keys()
     assert len({names[0] for names in p["lines"].values()}) == 1                   # where all lines start
     weights = [[p["arms"][a].get("short_weight", TrainConfig.short_weight) for a in names] for names in p["lines"].values()]
@@ -124,14 +123,13 @@ def test_every_name_in_a_preset_is_there(preset):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_sweep_shares_its_models(preset):
     "The paper's own arms are those of the other experiments."
-    models = planned(jobs_of(preset))
-    ours, others = {m.key: m.name for m in models if m.experiment == "tradeoff"}, {m.key for m in models if m.experiment != "tradeoff"}
-    shared = {name.rsplit(", seed", 1)[0] for key, name in ours.items() if key in others}
+    keys = lambda experiment: {model_key(c): name.rsplit(", seed", 1)[0] for name, c in planned_models(parameters(preset, experiment)).items()}
+    shared = {name for key, name in keys("tradeoff").items() if key in keys("main_table") | keys("ablation")}
     assert {"DeBias recipe", "Long-CLIP recipe"} <= shared
     if preset != "smoke": assert {"Long-CLIP recipe, λ_s 0.5", "no prefix pads"} <= shared
 
 
 def test_the_toy_sweep_asks_what_the_issue_asks():
-    p = sweep_of("toy")
+    p = parameters("toy", "tradeoff")
     seen = {k for v in p["variants"].values() for k in v} | {k for a in p["arms"].values() for k in a}
     assert seen >= {"keep_order", "count", "pad_share", "read_pads", "pad_long", "pca_dim", "label_smoothing", "short_weight"} and len(p["seeds"]) == 3
