@@ -159,7 +159,8 @@ def test_an_index_takes_its_files_and_no_more(tmp_path):
 def test_the_index_of_sharegpt4v_fits_a_node_however_many_workers(tmp_path):
     found, more = measured(tmp_path, PUBLISHED, [0, 2, 4])
     assert found["mapped"] > .3*BOUND
-    for w, m in more.items(): assert sum(m) < BOUND and m[0] < .1*BOUND, (w, m)
+    for w, m in more.items(): assert sum(m) < .6*BOUND and m[0] < .15*BOUND, (w, m)
+    for w, m in found["many"].items(): assert sum(m) < BOUND, (w, m)        # with the libraries
     assert found["indexing"] < BOUND and found["tokens"] < BOUND
 
 
