@@ -10,7 +10,7 @@ __all__ = ['PROTOCOLS', 'Records', 'ImageError', 'load_image', 'Member', 'readab
            'text_speed']
 
 # %% ../nbs/04_data.ipynb #3e378fa2
-import ast, csv, hashlib, http.client, io, json, os, re, shutil, tarfile, time, urllib.request, uuid, warnings
+import ast, csv, hashlib, http.client, io, itertools, json, os, re, shutil, tarfile, time, urllib.request, uuid, warnings
 from array import array
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -516,7 +516,7 @@ def _map(path, dtype):
 
 def _blank_rows(self):
     "Numbers of the lists that are empty or hold an empty str."
-    _, end, first = self._open()
+    (_, end, first), self._maps = self._open(), None                       # close them again: only here are all ends read
     bad = np.diff(first) == 0
     bad[np.searchsorted(first, np.flatnonzero(np.diff(end) == 0), side="right") - 1] = True
     return np.flatnonzero(bad if self.rows is None else bad[self.rows]).tolist()
@@ -569,10 +569,34 @@ def _index(source, cache, splitter):
     made_by = [source.name, state.st_size, state.st_mtime_ns, splitter, _RULES]
     folder = cache/f"{source.stem}.index-{hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:12]}"
     if folder.is_dir(): return folder
+    beside, parts = _beside(folder, source), folder.with_name(f"{folder.name}.parts")
+    try:
+        parts.mkdir(exist_ok=True)
+        done = _index_parts(source, splitter, parts)
+        write_tables(beside, (row for p in done for row in zip(TextTable(p, "image"), TextTable(p, "caption"))), ["image", "caption"])
+        _into_place(beside, folder)
+    except (FileNotFoundError, ValueError):
+        if not folder.is_dir(): shutil.rmtree(parts, ignore_errors=True); raise    # else another process was done first and took the parts away
+    finally: shutil.rmtree(beside, ignore_errors=True)
+    shutil.rmtree(parts, ignore_errors=True)
+    return folder
+
+def _index_parts(source, splitter, parts, size=1_000):
+    "The folders of the tables of `size` records each, in order: made by all cores, those that are there left as they are."
+    done, waiting, records = [], [], stream_json(source)
+    with ProcessPoolExecutor() as pool:
+        while block := list(itertools.islice(records, size)):
+            done.append(parts/str(len(done)))
+            if not done[-1].is_dir(): waiting.append(pool.submit(_index_part, source, size*(len(done) - 1), block, splitter, done[-1]))
+            if len(waiting) > 2*os.cpu_count(): waiting.pop(0).result()                # never the whole file in memory
+        for w in waiting: w.result()
+    return done
+
+def _index_part(source, begin, records, splitter, folder):
     beside = _beside(folder, source)
     try:
-        write_tables(beside, (_turns(source, n, r, splitter) for n, r in enumerate(stream_json(source))), ["image", "caption"])
-        return _into_place(beside, folder)
+        write_tables(beside, (_turns(source, n, r, splitter) for n, r in enumerate(records, begin)), ["image", "caption"])
+        _into_place(beside, folder)
     finally: shutil.rmtree(beside, ignore_errors=True)
 
 def _beside(folder, source):
@@ -595,7 +619,7 @@ def _turns(source, n, record, splitter):
     return [name], _sentences(text, splitter)
 
 # %% ../nbs/04_data.ipynb #111e4c06
-def text_store(captions, tokenizer, workers=None, part=20_000, joiner=" "):
+def text_store(captions, tokenizer, workers=None, part=2_000, joiner=" "):
     """The `TextStore` of captions: in memory, or, for a `TextTable`, in memory-mapped files beside it, which all processes share and the next run finds again.
 
     captions: n lists of str or a `TextTable`. tokenizer: a `tokens.Tokenizer`. workers: processes that tokenise (None: one a core). part: captions that one does at a time. joiner: what stands between two sentences, as `Records.joiner`.
@@ -614,7 +638,9 @@ def _state(self): return {k: self.__dict__[k] for k in ("tokenizer", "joiner", "
 def _restore(self, state):
     self.__dict__ |= state
     if "folder" not in state: return
-    self.tables = [(_map(self.folder/f"{k}.ids", np.int32), _map(self.folder/f"{k}.start", np.int64)) for k in range(1 + max(map(max, self.which)))]
+    starts = [_map(self.folder/f"{k}.start", np.int64) for k in range(1 + max(map(max, self.which)))]
+    narrow = [os.path.getsize(self.folder/f"{k}.ids") == 2*start[-1] for k, start in enumerate(starts)]
+    self.tables = [(_map(self.folder/f"{k}.ids", np.uint16 if n else np.int32), start) for k, (n, start) in enumerate(zip(narrow, starts))]
     first, rows = self.captions._open()[2], self.captions.rows
     self.begin, self.end = (first[:-1], first[1:]) if rows is None else (first[rows], first[rows + 1])
 
@@ -622,7 +648,7 @@ TextStore.__getstate__, TextStore.__setstate__ = _state, _restore
 
 # %% ../nbs/04_data.ipynb #404149cd
 def _tokenise(table, tokenizer, joiner, folder, workers, part):
-    "Makes `folder`: the ids of every sentence of a table in each form, `K.ids` (int32), and where each begins, `K.start` (int64)."
+    "Makes `folder`: the ids of every sentence of a table in each form, `K.ids` (uint16 where they fit, else int32), and where each begins, `K.start` (int64)."
     parts, beside = folder.with_name(f"{folder.name}.parts-{part}"), folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}")
     begins = np.random.default_rng(uuid.uuid4().int).permutation(np.arange(0, len(table), part)).tolist()   # each process its own order, so that they share the work
     try:
@@ -632,8 +658,9 @@ def _tokenise(table, tokenizer, joiner, folder, workers, part):
             with ProcessPoolExecutor(workers) as pool: list(pool.map(_tokenise_part, *zip(*[(table, tokenizer, joiner, parts, begin, part) for begin in begins])))
         for k in range(len(_forms(tokenizer, joiner)[0])):
             read = lambda kind, begin: np.fromfile(parts/f"{begin}.{k}.{kind}", np.int32)
+            kind = np.uint16 if max(read("ids", b).max(initial=0) for b in begins) < 1 << 16 else np.int32
             with open(beside/f"{k}.ids", "wb") as f:
-                for begin in sorted(begins): read("ids", begin).tofile(f)
+                for begin in sorted(begins): read("ids", begin).astype(kind).tofile(f)
             np.cumsum(np.concatenate([[0], *[read("lengths", b) for b in sorted(begins)]]), dtype=np.int64).tofile(beside/f"{k}.start")
         _into_place(beside, folder)
     except FileNotFoundError:

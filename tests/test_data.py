@@ -1,7 +1,8 @@
 """Contracts of the data: the same samples whatever the workers, ranks and restarts; every picture read or named."""
-import csv, http.server, io, json, os, pickle, re, signal, tarfile, threading, time, warnings
+import csv, http.server, io, json, os, pickle, re, shutil, signal, tarfile, threading, time, warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from PIL import Image
 
+import debias_clip.data as data_module
 from debias_clip.captions import DEBIAS, LONG_CLIP, SAMPLED, split_sentences
 from debias_clip.data import (PROTOCOLS, GlobalBatches, ImageError, Member, Normalize, PairDataset, Records, TextStore, TextTable, caption_statistics, load_image,
                               is_own, load_records, make_loader, read_records, read_shards, readable, select, stream_json, text_store, write_tables)
@@ -502,6 +504,25 @@ def test_sharegpt4v_faults(sharegpt4v_root):
     with pytest.raises(ValueError, match=r"cannot be written.*cache="): load_records("sharegpt4v", sharegpt4v_root, cache=sharegpt4v_root/"no such folder")
     with pytest.raises(ValueError, match="no folder"): load_records("sharegpt4v", sharegpt4v_root/"nowhere")
     with pytest.raises(ValueError, match="has no share-captioner"): load_records("sharegpt4v", sharegpt4v_root/"data")
+
+
+def test_a_stopped_index_of_sharegpt4v_goes_on(sharegpt4v_root, monkeypatch):
+    whole = load("sharegpt4v", sharegpt4v_root)
+    want, found = [(whole.captions[i], whole.images[i]) for i in range(len(whole))], next(sharegpt4v_root.glob("*.index-*"))
+    shutil.rmtree(found)
+    monkeypatch.setattr(data_module, "_index_parts", partial(data_module._index_parts, size=100))
+    def stop(*args): raise KeyboardInterrupt
+    with monkeypatch.context() as m:
+        m.setattr(data_module, "_into_place", stop)                        # with only what was made before the first part
+        with pytest.raises(KeyboardInterrupt): load("sharegpt4v", sharegpt4v_root)
+    with monkeypatch.context() as m:
+        m.setattr(data_module, "write_tables", lambda folder, *args: stop() if folder.parent == sharegpt4v_root else write_tables(folder, *args))
+        with pytest.raises(KeyboardInterrupt): load("sharegpt4v", sharegpt4v_root)
+    assert len(list(sharegpt4v_root.glob("*.parts/*"))) == 11
+    with monkeypatch.context() as m:
+        m.setattr(data_module, "_turns", stop)                             # nothing is split again
+        again = load("sharegpt4v", sharegpt4v_root)
+    assert [(again.captions[i], again.images[i]) for i in range(len(again))] == want and list(sharegpt4v_root.glob("*.index-*")) == [found]
 
 
 @settings(max_examples=60, deadline=None)

@@ -151,7 +151,7 @@ def test_an_index_takes_its_files_and_no_more(tmp_path):
     found, more = measured(tmp_path, n, [0, 2], dicts=True)
     assert found["mapped"] > .3*BOUND*n/PUBLISHED                           # as much text as there is in the real file
     for w, m in more.items(): assert sum(m) < bound and m[0] < .4*bound, (w, m)
-    assert found["indexing"] < bound
+    assert found["indexing"] < bound + 32e6*os.cpu_count()                  # processes that split
     assert sum(found["dicts"][:2]) > 1.5*bound, "the bound must refuse records held in memory"
 
 
@@ -159,7 +159,8 @@ def test_an_index_takes_its_files_and_no_more(tmp_path):
 def test_the_index_of_sharegpt4v_fits_a_node_however_many_workers(tmp_path):
     found, more = measured(tmp_path, PUBLISHED, [0, 2, 4])
     assert found["mapped"] > .3*BOUND
-    for w, m in more.items(): assert sum(m) < BOUND and m[0] < .1*BOUND, (w, m)
+    for w, m in more.items(): assert sum(m) < .6*BOUND and m[0] < .15*BOUND, (w, m)
+    for w, m in found["many"].items(): assert sum(m) < BOUND, (w, m)        # with the libraries
     assert found["indexing"] < BOUND and found["tokens"] < BOUND
 
 
