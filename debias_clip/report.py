@@ -203,7 +203,7 @@ def dots(summary, out=None, name=None, rows="arm", panels="text", hue="test", la
             ax.errorbar(part.value, at, xerr=error, fmt="os^D"[j % 4], ms=5, capsize=2, label=test)
         ax.set_title(kind, fontsize=10); ax.grid(axis="x", alpha=.3); ax.spines[["top", "right"]].set_visible(False)
         if summary.value.min() < 0 or label.startswith("gain"): ax.axvline(0, color="grey", lw=.8)
-    axes[0, 0].set_yticks(range(len(arms)), arms); axes[0, 0].invert_yaxis()
+    axes[0, 0].set_yticks(range(len(arms)), arms); axes[0, 0].set_ylim(len(arms) - .5, -.5)
     fig.supxlabel(label, fontsize=10)
     if len(tests) > 1: fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper right", ncols=len(tests), frameon=False, fontsize=9)
     if out: fig.savefig(run_folder(out)/f"{name}.png", dpi=150)

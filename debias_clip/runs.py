@@ -295,8 +295,6 @@ def _environment(**values):
             if value is None: os.environ.pop(name, None)
             else: os.environ[name] = value
 
-_LEAN = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20)}   # glibc then gives a tensor's memory back; else what a kernel holds grows with each model it trains
-
 def _papermill(job: Job) -> str | None:
     "Executes the notebook into its partial file. Returns None, or what went wrong in the kernel."
     import papermill
@@ -304,10 +302,9 @@ def _papermill(job: Job) -> str | None:
     watched = sys.stderr.isatty()
     bar = {"desc": job.name, "leave": False} if watched else False
     try:
-        with _environment(**_LEAN | {k: os.environ[k] for k in _LEAN if k in os.environ}):
-            papermill.execute_notebook(str(job.notebook), str(job.file("partial.ipynb")), dict(job.parameters), kernel_name="python3", cwd=str(job.root),
-                                       progress_bar=bar, stderr_file=sys.stderr if watched else None, coalesce_streams=True,
-                                       extra_arguments=["--IPKernelApp.log_level=ERROR"])   # its remarks on its own start are no progress
+        papermill.execute_notebook(str(job.notebook), str(job.file("partial.ipynb")), dict(job.parameters), kernel_name="python3", cwd=str(job.root),
+                                   progress_bar=bar, stderr_file=sys.stderr if watched else None, coalesce_streams=True,
+                                   extra_arguments=["--IPKernelApp.log_level=ERROR"])   # its remarks on its own start are no progress
     except PapermillExecutionError as e: return f"{e.ename}: {e.evalue}"
     except Exception as e: return f"{type(e).__name__}: {e}"   # the kernel died or never started: as much the notebook's failure, not the batch's
     if not job.file("metrics.json").exists(): return f"it ended without write_metrics(out, {job.name!r}, …)"

@@ -8,7 +8,8 @@ __all__ = ['TrainConfig', 'config_dict', 'model_key', 'arm_config', 'starting_mo
            'live_plot', 'main', 'read_config']
 
 # %% ../nbs/07_train.ipynb #5c1ca440
-import dataclasses, hashlib, json, math, os, shutil, signal, sys, threading, time, warnings
+import ctypes, dataclasses, gc, hashlib, json, math, os, shutil, signal, sys, threading, time, warnings
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
@@ -554,6 +555,7 @@ def _check_world(config):
 # %% ../nbs/07_train.ipynb #5e51b7ab
 def _fit(config, folder, models, workers, watch, listen):
     (rank, world), device = _rank_and_world(), _device()
+    _give_back()
     records = training_records(config)
     batches = GlobalBatches(len(records), config.batch_size, rank, world, config.seed)
     model, transform, tok = build_model(config, models)
@@ -587,6 +589,11 @@ def _start(config, folder, model, optimizer, scaler):
     return state["step"]
 
 def _pair(size): return size if isinstance(size, (tuple, list)) else (size, size)
+
+def _give_back():
+    "Returns freed memory to the system: glibc keeps it in pieces, and a kernel that trains one model after the other would grow with each."
+    gc.collect()
+    with suppress(OSError, AttributeError): ctypes.CDLL(None).malloc_trim(0)   # of glibc alone
 
 # %% ../nbs/07_train.ipynb #f7a8f7f0
 def _loop(config, folder, model, optimizer, scaler, loader, start, log, watcher):

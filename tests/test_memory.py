@@ -164,6 +164,29 @@ def test_the_index_of_sharegpt4v_fits_a_node_however_many_workers(tmp_path):
     assert found["indexing"] < BOUND and found["tokens"] < BOUND
 
 
+@pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names or os.confstr("CS_GNU_LIBC_VERSION") is None, reason="about glibc's allocator")
+def test_a_training_gives_back_what_was_freed_before_it():
+    "Blocks of tensor size between smaller ones that live on, as the trainings of one kernel leave them: glibc keeps what is freed until it is asked."
+    script = """
+import ctypes, os
+from debias_clip.train import _give_back
+rss = lambda: int(open("/proc/self/statm").read().split()[1])*os.sysconf("SC_PAGE_SIZE")
+libc = ctypes.CDLL(None); libc.malloc.restype = ctypes.c_void_p; libc.malloc.argtypes = [ctypes.c_size_t]; libc.free.argtypes = [ctypes.c_void_p]; libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+def block(n):
+    p = libc.malloc(n); libc.memset(p, 1, n)
+    return p
+libc.free(block(30 << 20))                       # a large one freed once: from here on glibc keeps such blocks by itself
+before, big, kept = rss(), [], []
+for _ in range(20): big.append(block(16 << 20)); kept.append(block(300 << 10))
+for p in big: libc.free(p)
+held = rss() - before
+_give_back()
+print(held, rss() - before)
+"""
+    held, after = map(int, subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split())
+    assert held > 250e6 and after < 60e6, f"{held/1e6:.0f} MB were held, and {after/1e6:.0f} MB still are"
+
+
 if __name__ == "__main__":
     root, small, workers, dicts = json.loads(sys.argv[1])
     print(json.dumps(measure(Path(root), Path(small), workers, dicts)))
