@@ -53,3 +53,12 @@ def test_what_cannot_be_measured_is_said_first(benchmark, monkeypatch, capsys, a
 def test_made_up_pictures_weigh_what_photographs_do(benchmark, tmp_path):
     benchmark.photograph(640, 480, 0).save(tmp_path/"x.jpg", quality=90)
     assert .3 < (tmp_path/"x.jpg").stat().st_size/(640*480) < .7            # COCO's val2017: 0.55
+
+
+def test_the_options_are_the_same_step(benchmark, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "OPTIONS", {name: how for name, how in benchmark.OPTIONS.items() if not how[1]})   # compiling wants a compiler, and half a minute
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "options", "--backbone", "scenes-clip", "--keep", "8", "--batch", "4", "--pca-dim", "2", "--repeats", "2"])
+    benchmark.main()
+    fused, other = capsys.readouterr().out.splitlines()
+    assert fused.startswith("fused ") and "1.00 times the speed" in fused and other.startswith("not fused ")
+    assert fused.rpartition("loss ")[2] == other.rpartition("loss ")[2] and float(fused.rpartition("loss ")[2]) > 0

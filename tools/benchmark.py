@@ -3,10 +3,11 @@
   python tools/benchmark.py          the offline world on one core, and the memory of recall at Flickr30k's size
   python tools/benchmark.py step     a plain training step beside ours: operations, seconds, memory, losses; --help lists what can be set
   python tools/benchmark.py memory   a training step under each of the trainer's ways to need less memory
+  python tools/benchmark.py options  a training step with AdamW fused or not, and with torch.compile
   python tools/benchmark.py loader   the training loader alone, on JPEG files: samples/s, where the time goes, and how many A100s it would feed
 """
 import argparse, dataclasses, itertools, json, os, re, resource, statistics, subprocess, sys, tempfile, time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -375,6 +376,35 @@ def memory(s, micro_batch):
     return rows
 
 
+OPTIONS = {"fused": (True, False), "not fused": (False, False), "fused, image tower compiled": (True, True)}   # AdamW's, torch.compile's
+
+def options_worker(s, fused, compiled):
+    "A variant's own process: a whole training step, optimiser included, for every line in; seconds and loss as a line of JSON out."
+    torch.manual_seed(0)
+    model = create_model(s.backbone, None, s.context_length, s.keep).to(DEVICE).train()
+    if compiled: model.visual.compile()
+    config = TrainConfig(backbone=s.backbone, context_length=s.context_length, keep=s.keep, recipe=s.recipe, pca_dim=s.pca_dim, batch_size=s.batch, precision=s.precision)
+    optimizer, criterion, towers = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=fused), _criterion(config), _Towers(model)
+    batch = sized(make_batch(s)[0], model)
+    print(json.dumps({"ready": True}), flush=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        loss = _step(towers, criterion, optimizer, _scaler(DEVICE, s.precision), batch, DEVICE, _half(DEVICE, s.precision))["loss"].item()
+        print(json.dumps({"seconds": time.perf_counter() - start, "loss": loss, "peak": peak_memory()}), flush=True)
+
+def options(s, repeats):
+    "Seconds of a step with AdamW fused, as in the trainer, or not, and with the image tower compiled: the first, which compiles, and the median of interleaved repeats after it."
+    with ExitStack() as open_ones:
+        ways = {name: open_ones.enter_context(Process(s, json.dumps(how))) for name, how in OPTIONS.items()}
+        for p in ways.values(): p.answer()
+        rows = {name: [p.ask("step")] for name, p in ways.items()}
+        for _, (name, p) in itertools.product(range(repeats), ways.items()): rows[name].append(p.ask("step"))
+    base = statistics.median(r["seconds"] for r in rows["fused"][1:])
+    for name, (first, *others) in rows.items():
+        usual = statistics.median(r["seconds"] for r in others)
+        print(f"{name:28} first step {first['seconds']:6.1f} s, then {usual:6.2f} s ({base/usual:.2f} times the speed), peak {others[-1]['peak']/1e9:5.2f} GB, loss {first['loss']:.6f}")
+
+
 def world():
     torch.set_num_threads(1)
     start = time.perf_counter(); render(draw_scenes(4000, seed=0))
@@ -397,6 +427,9 @@ def main():
     ways = commands.add_parser("memory", help="a training step under each of the trainer's ways to need less memory", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for f in dataclasses.fields(Setting)[:-1]: ways.add_argument("--" + f.name.replace("_", "-"), default=f.default, type=str if isinstance(f.default, str) else int)
     ways.add_argument("--micro-batch", default=4, type=int, help="samples encoded at a time, in the ways that have it")
+    which = commands.add_parser("options", help="a step with AdamW fused or not, and with torch.compile", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for f in dataclasses.fields(Setting)[:-1]: which.add_argument("--" + f.name.replace("_", "-"), default=f.default, type=str if isinstance(f.default, str) else int)
+    which.add_argument("--repeats", default=3, type=int, help="of each, interleaved; medians are shown")
     two = commands.add_parser("loader", help="the training loader alone: samples/s, and how many A100s it would feed", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
                               epilog=Loading.__doc__)
     for f in dataclasses.fields(Loading): two.add_argument("--" + f.name.replace("_", "-"), default=f.default, type=type(f.default) if f.default is not None else int)
@@ -405,11 +438,12 @@ def main():
     inner = commands.add_parser("memory-worker")
     inner.add_argument("options", type=json.loads); inner.add_argument("setting", type=json.loads)
     inner = commands.add_parser("worker")
-    inner.add_argument("variant", choices=VARIANTS); inner.add_argument("setting", type=json.loads)
+    inner.add_argument("variant"); inner.add_argument("setting", type=json.loads)
     given = vars(parser.parse_args())
     command = given.pop("command")
     if command is None: return world()
-    if command == "worker": return worker(Setting(**given["setting"]), given["variant"])
+    if command == "worker": return worker(Setting(**given["setting"]), given["variant"]) if given["variant"] in VARIANTS else options_worker(Setting(**given["setting"]), *json.loads(given["variant"]))
+    if command == "options": return options(Setting(**{k: v for k, v in given.items() if k != "repeats"}), given["repeats"])
     if command == "memory-worker": return memory_worker(Setting(**given["setting"]), given["options"])
     if command == "memory": return memory(Setting(**{k: v for k, v in given.items() if k != "micro_batch"}), given["micro_batch"])
     if command == "loader":
