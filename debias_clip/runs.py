@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['app', 'data_app', 'notebook_cells', 'notebook_defaults', 'fit', 'Job', 'Preset', 'read_yaml', 'find_preset',
            'read_preset', 'job_state', 'versions', 'git_state', 'run_job', 'run_preset', 'PlannedModel', 'planned',
-           'measured_rates', 'expected_hours', 'plan_text', 'rehearse', 'TrainJob', 'NotebookJob', 'submit_preset',
-           'summary', 'evaluate', 'main']
+           'measured_rates', 'expected_hours', 'plan_text', 'train_ahead', 'rehearse', 'TrainJob', 'NotebookJob',
+           'submit_preset', 'summary', 'evaluate', 'main']
 
 # %% ../nbs/10_runs.ipynb #17301396
 import ast, difflib, hashlib, json, math, os, re, shutil, subprocess, sys, tempfile, time
@@ -482,6 +482,36 @@ def plan_text(preset: Preset, jobs: list[Job], rates: dict[str, float], rate: fl
            f"{len(new)} models to train; hours unknown: {'; '.join(unknown)}" + ("" if rate else ". Say --images-per-second N, of all processes together")
     return "\n".join([*lines, f"{preset.name}: {len(due)} of {len(jobs)} notebooks to run, {len({m.key for m in models})} models, {said}"])
 
+# %% ../nbs/10_runs.ipynb #c84e2b17
+def train_ahead(preset, root=None, force: bool = False, only: Iterable[str] = (), processes: int = 2, say=_say) -> dict[str, str]:
+    """Trains the models that a preset's notebooks lack, several at a time, each in a process of its own with its share of the cores.
+
+    preset, root, force, only, say: as in `run_preset`; processes: models at a time. Returns key -> "trained" or "failed: …": a model that failed is tried again, and told, by the notebook that needs it.
+    Raises ValueError before anything is trained where the preset is not right.
+    """
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from multiprocessing import get_context
+    from debias_clip.train import TrainConfig, config_dict, model_key
+    preset, root, results = read_preset(preset, root), _checkout(root), {}
+    _check_writable(root, preset.out)
+    new = {m.key: m for m in planned(job for job in _chosen(preset, list(only)) if force or job_state(job) != "done") if m.state in ("to train", "begun")}
+    starts = [k for k, m in new.items() if not (isinstance(m.config.init, TrainConfig) and model_key(m.config.init) in new)]
+    with _environment(OMP_NUM_THREADS=str(max(1, os.cpu_count()//processes)), TQDM_DISABLE="1"):
+        for keys in (starts, [k for k in new if k not in starts]):   # what others start from, then those
+            with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+                waiting = {pool.submit(_train_planned, config_dict(new[k].config), new[k].variant and asdict(new[k].variant), root, f"{preset.out}/models"): k for k in keys}
+                for done in as_completed(waiting):
+                    m, error = new[waiting[done]], done.exception()
+                    results[m.key] = f"failed: {type(error).__name__}: {error}" if error else "trained"
+                    say(f"[{len(results)}/{len(new)}] {m.experiment}: {m.name}  {m.key}  {results[m.key]}")
+    return results
+
+def _train_planned(config: dict, variant: dict | None, root: Path, models: str) -> None:
+    from debias_clip.train import TrainConfig
+    from debias_clip.variants import Variant, train_variant
+    os.chdir(root)   # folders of data are named as seen from it
+    train_variant(TrainConfig.from_dict(config), Variant(**variant or {}), models)
+
 # %% ../nbs/10_runs.ipynb #26677e7b
 def _forget_models(job: Job, later: list[Job]) -> None:
     "Deletes the trained models of a run folder that no later job needs."
@@ -637,6 +667,7 @@ def _run(preset: Annotated[str, typer.Argument(metavar="PRESET", help="Name of a
          only: Annotated[list[str] | None, typer.Option(metavar="EXPERIMENT", help="Run this one alone; can be given again.")] = None,
          dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and say what would run: notebooks, models, hours.")] = False,
          images_per_second: Annotated[float | None, typer.Option(metavar="N", help="For --dry-run: what all processes together train on (default: as measured in this checkout).")] = None,
+         processes: Annotated[int, typer.Option(metavar="N", min=1, help="Train what is missing first, N models at a time, each on its share of the cores.")] = 1,
          rehearsal: Annotated[bool, typer.Option("--rehearse", help="Run everything in a temporary folder on random weights and made-up data.")] = False,
          slurm: Annotated[bool, typer.Option("--slurm", help="Submit jobs to a SLURM cluster instead (needs the extra `slurm`).")] = False,
          partition: Annotated[str | None, typer.Option(metavar="NAME", help="For --slurm: the partition.")] = None,
@@ -658,6 +689,7 @@ def _run(preset: Annotated[str, typer.Argument(metavar="PRESET", help="Name of a
         checked = read_preset(preset)
         print(plan_text(checked, _chosen(checked, only or []), measured_rates(_checkout(None)), images_per_second, force))
         return
+    if processes > 1: train_ahead(preset, force=force, only=only or (), processes=processes)
     results = run_preset(preset, force=force, only=only or ())
     print("\n" + summary(read_preset(preset)))
     failed = [name for name, result in results.items() if result.startswith("failed")]

@@ -428,6 +428,27 @@ def test_variants_are_planned_and_trained_beside_the_arms(checkout):
     assert {f.name for f in (checkout.root/"runs/demo/models").iterdir()} - {"cluster"} == {m.key for m in models.values()} and {m.state for m in runs.planned(jobs)} == {"trained"}
 
 
+def test_models_are_trained_ahead_side_by_side(checkout, here):
+    "What others start from comes first; the notebook then trains nothing. A model that fails is named and stops no other."
+    more = dict(variants={"one sentence": {"count": 1}}, arms={"DeBias": {"recipe": "debias"}})
+    lines = PARAMETERS.splitlines()[:4] + [f"{k} = {v!r}" for k, v in (EXPERIMENT | more).items()]
+    checkout.notebook("one", "from debias_clip.sweeps import sweep_arms\n_, keys = sweep_arms(arms, variants, seeds, finetuning, pretraining, tests, out)", parameters="\n".join(lines))
+    experiment(checkout, "two", arms={"DeBias": ARMS["DeBias"]})
+    (checkout.root/"captions.csv").write_text("image,caption\nno.png,A. B.\n")
+    checkout.preset(f"experiments: [one, two]\ntwo: {{finetuning: {json.dumps(EXPERIMENT['finetuning'] | dict(data='captions.csv', data_options={}))}}}\n")
+    jobs, said = read_preset("demo", checkout.root).jobs, []
+    models = {m.key: m for m in runs.planned(jobs)}
+    found = runs.train_ahead("demo", checkout.root, say=said.append)
+    bad = next(k for k, m in models.items() if m.config.data == "captions.csv")
+    assert found.keys() == models.keys() and [k for k, v in found.items() if v != "trained"] == [bad] and list(found)[0] == next(iter(models))
+    assert "no.png" in found[bad] and len(said) == 4 and said[-1].startswith("[4/4] ")
+    logs = {f: f.stat().st_mtime_ns for f in checkout.root.glob("runs/demo/models/*/model.safetensors")}
+    assert len(logs) == 3
+    code, out, err = here("run", "demo", "--only", "one", "--processes", "2")
+    assert code == 0 and job_state(checkout.job("one")) == "done"
+    assert {f: f.stat().st_mtime_ns for f in checkout.root.glob("runs/demo/models/*/model.safetensors")} == logs
+
+
 def test_every_preset_has_a_plan():
     "The paper's: 11 models of one seed, of which the ablation shares two with the main table and the backbones another two; the trade-off adds its own 13 (toy: 10 for each of three seeds)."
     counts = {}
