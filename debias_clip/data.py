@@ -581,6 +581,7 @@ def _index(source, cache, splitter):
     shutil.rmtree(parts, ignore_errors=True)
     return folder
 
+# %% ../nbs/04_data.ipynb #b57f0c21
 def _index_parts(source, splitter, parts, size=1_000):
     "The folders of the tables of `size` records each, in order: made by all cores, those that are there left as they are."
     done, waiting, records = [], [], stream_json(source)
