@@ -133,9 +133,9 @@ def worker(s, variant):
 
 class Process:
     "A variant in a process of its own, that works when it is asked."
-    def __init__(self, s, variant):
+    def __init__(self, s, variant, command="worker"):
         self.variant = variant
-        self.process = subprocess.Popen([sys.executable, __file__, "worker", variant, json.dumps(dataclasses.asdict(s))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen([sys.executable, __file__, command, variant, json.dumps(dataclasses.asdict(s))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def answer(self):
         for line in self.process.stdout:
@@ -347,22 +347,29 @@ def told(r):
 
 WAYS = {"none": {}, "grad_checkpointing": {"grad_checkpointing": True}, "micro_batch": {"micro_batch": None}, "both": {"grad_checkpointing": True, "micro_batch": None}, "freeze_image": {"freeze_image": True}}   # of `train.TrainConfig`
 
-def memory_worker(s, options):
-    "One whole training step, optimiser included, in a process of its own: a line of JSON with its loss, seconds and peak memory."
-    fields = {k: v for k, v in options.items() if k != "freeze_image"}
+def trainer_step(s, model, batch, optimizer, frozen=False, **fields):
+    "A function that does the trainer's whole step, optimiser included, and prints its seconds, loss and peak memory as a line of JSON. fields: more of `train.TrainConfig`."
     config = TrainConfig(backbone=s.backbone, context_length=s.context_length, keep=s.keep, recipe=s.recipe, pca_dim=s.pca_dim, batch_size=s.batch, precision=s.precision, **fields)
+    towers, criterion = _Towers(model, config.micro_batch, frozen), _criterion(config)
+    def step():
+        start = time.perf_counter()
+        loss = _step(towers, criterion, optimizer, _scaler(DEVICE, s.precision), batch, DEVICE, _half(DEVICE, s.precision))["loss"].item()
+        print(json.dumps({"seconds": time.perf_counter() - start, "loss": loss, "peak": peak_memory()}), flush=True)
+    return step
+
+def memory_worker(s, options):
+    "One whole training step in a process of its own: a line of JSON."
+    fields, frozen = {k: v for k, v in options.items() if k != "freeze_image"}, options.get("freeze_image", False)
     torch.manual_seed(0)
     model = create_model(s.backbone, None, s.context_length, s.keep).to(DEVICE).train()
-    if config.grad_checkpointing: model.set_grad_checkpointing()
-    batch, frozen = sized(make_batch(s)[0], model), options.get("freeze_image", False)
+    if options.get("grad_checkpointing"): model.set_grad_checkpointing()
+    batch = sized(make_batch(s)[0], model)
     if frozen:   # its features are made once before the training, so their cost is not in a step
         model.lock_image_tower(freeze_bn_stats=True)
         with torch.no_grad(): batch["image"] = torch.cat([F.normalize(model.encode_image(x.to(DEVICE)), dim=-1).cpu() for x in batch["image"].split(2)])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
     freeze_positions(model, optimizer)
-    towers, start = _Towers(model, config.micro_batch, frozen), time.perf_counter()
-    loss = _step(towers, _criterion(config), optimizer, _scaler(DEVICE, s.precision), batch, DEVICE, _half(DEVICE, s.precision))["loss"].item()
-    print(json.dumps({"seconds": time.perf_counter() - start, "loss": loss, "peak": peak_memory()}))
+    trainer_step(s, model, batch, optimizer, frozen, **fields)()
 
 def memory(s, micro_batch):
     "A training step under each of the trainer's ways to need less memory. Returns a list of dicts: way, peak (bytes, of the process), seconds, loss."
@@ -378,24 +385,20 @@ def memory(s, micro_batch):
 
 OPTIONS = {"fused": (True, False), "not fused": (False, False), "fused, image tower compiled": (True, True)}   # AdamW's, torch.compile's
 
-def options_worker(s, fused, compiled):
-    "A variant's own process: a whole training step, optimiser included, for every line in; seconds and loss as a line of JSON out."
+def options_worker(s, name):
+    "A way's own process: a whole training step for every line in, a line of JSON out."
+    fused, compiled = OPTIONS[name]
     torch.manual_seed(0)
     model = create_model(s.backbone, None, s.context_length, s.keep).to(DEVICE).train()
     if compiled: model.visual.compile()
-    config = TrainConfig(backbone=s.backbone, context_length=s.context_length, keep=s.keep, recipe=s.recipe, pca_dim=s.pca_dim, batch_size=s.batch, precision=s.precision)
-    optimizer, criterion, towers = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=fused), _criterion(config), _Towers(model)
-    batch = sized(make_batch(s)[0], model)
+    step = trainer_step(s, model, sized(make_batch(s)[0], model), torch.optim.AdamW(model.parameters(), lr=1e-6, fused=fused))
     print(json.dumps({"ready": True}), flush=True)
-    for _ in sys.stdin:
-        start = time.perf_counter()
-        loss = _step(towers, criterion, optimizer, _scaler(DEVICE, s.precision), batch, DEVICE, _half(DEVICE, s.precision))["loss"].item()
-        print(json.dumps({"seconds": time.perf_counter() - start, "loss": loss, "peak": peak_memory()}), flush=True)
+    for _ in sys.stdin: step()
 
 def options(s, repeats):
     "Seconds of a step with AdamW fused, as in the trainer, or not, and with the image tower compiled: the first, which compiles, and the median of interleaved repeats after it."
     with ExitStack() as open_ones:
-        ways = {name: open_ones.enter_context(Process(s, json.dumps(how))) for name, how in OPTIONS.items()}
+        ways = {name: open_ones.enter_context(Process(s, name, "options-worker")) for name in OPTIONS}
         for p in ways.values(): p.answer()
         rows = {name: [p.ask("step")] for name, p in ways.items()}
         for _, (name, p) in itertools.product(range(repeats), ways.items()): rows[name].append(p.ask("step"))
@@ -416,33 +419,38 @@ def world():
     print("recall_at_k at the size of Flickr30k (to reach: under 2 GB):", flush=True)
     subprocess.run([sys.executable, "-m", "debias_clip.retrieval"], check=True)
 
+def add_settings(parser, fields):
+    for f in fields: parser.add_argument("--" + f.name.replace("_", "-"), default=f.default, type=int if f.default is None else type(f.default))
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command")
     one = commands.add_parser("step", help="a plain training step beside ours", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for f in dataclasses.fields(Setting): one.add_argument("--" + f.name.replace("_", "-"), default=f.default, type=str if isinstance(f.default, str) else int)
+    add_settings(one, dataclasses.fields(Setting))
     one.add_argument("--repeats", default=3, type=int, help="of each variant, interleaved; medians are shown")
     one.add_argument("--cache", type=Path, help="folder that keeps each repeat until the end, so that a run that was stopped goes on")
     one.add_argument("--json", action="store_true", help="print all numbers as JSON")
     ways = commands.add_parser("memory", help="a training step under each of the trainer's ways to need less memory", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for f in dataclasses.fields(Setting)[:-1]: ways.add_argument("--" + f.name.replace("_", "-"), default=f.default, type=str if isinstance(f.default, str) else int)
+    add_settings(ways, dataclasses.fields(Setting)[:-1])
     ways.add_argument("--micro-batch", default=4, type=int, help="samples encoded at a time, in the ways that have it")
     which = commands.add_parser("options", help="a step with AdamW fused or not, and with torch.compile", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for f in dataclasses.fields(Setting)[:-1]: which.add_argument("--" + f.name.replace("_", "-"), default=f.default, type=str if isinstance(f.default, str) else int)
+    add_settings(which, dataclasses.fields(Setting)[:-1])
     which.add_argument("--repeats", default=3, type=int, help="of each, interleaved; medians are shown")
     two = commands.add_parser("loader", help="the training loader alone: samples/s, and how many A100s it would feed", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
                               epilog=Loading.__doc__)
-    for f in dataclasses.fields(Loading): two.add_argument("--" + f.name.replace("_", "-"), default=f.default, type=type(f.default) if f.default is not None else int)
+    add_settings(two, dataclasses.fields(Loading))
     two.add_argument("--repeats", default=3, type=int, help="medians are shown")
     two.add_argument("--json", action="store_true", help="print all numbers as JSON")
     inner = commands.add_parser("memory-worker")
     inner.add_argument("options", type=json.loads); inner.add_argument("setting", type=json.loads)
-    inner = commands.add_parser("worker")
-    inner.add_argument("variant"); inner.add_argument("setting", type=json.loads)
+    for name, choices in (("worker", VARIANTS), ("options-worker", OPTIONS)):
+        inner = commands.add_parser(name)
+        inner.add_argument("variant", choices=choices); inner.add_argument("setting", type=json.loads)
     given = vars(parser.parse_args())
     command = given.pop("command")
     if command is None: return world()
-    if command == "worker": return worker(Setting(**given["setting"]), given["variant"]) if given["variant"] in VARIANTS else options_worker(Setting(**given["setting"]), *json.loads(given["variant"]))
+    if command == "worker": return worker(Setting(**given["setting"]), given["variant"])
+    if command == "options-worker": return options_worker(Setting(**given["setting"]), given["variant"])
     if command == "options": return options(Setting(**{k: v for k, v in given.items() if k != "repeats"}), given["repeats"])
     if command == "memory-worker": return memory_worker(Setting(**given["setting"]), given["options"])
     if command == "memory": return memory(Setting(**{k: v for k, v in given.items() if k != "micro_batch"}), given["micro_batch"])
