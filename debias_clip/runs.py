@@ -286,7 +286,7 @@ def _scrub(node, root):
 # %% ../nbs/10_runs.ipynb #0d9fa05b
 @contextmanager
 def _environment(**values):
-    "Environment variables for the kernels that start meanwhile."
+    "Environment variables for the processes that start meanwhile."
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try: yield
@@ -295,6 +295,8 @@ def _environment(**values):
             if value is None: os.environ.pop(name, None)
             else: os.environ[name] = value
 
+_LEAN = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20)}   # glibc then gives a tensor's memory back at once: slower by a sixth, but else a kernel grows while it trains
+
 def _papermill(job: Job) -> str | None:
     "Executes the notebook into its partial file. Returns None, or what went wrong in the kernel."
     import papermill
@@ -302,9 +304,10 @@ def _papermill(job: Job) -> str | None:
     watched = sys.stderr.isatty()
     bar = {"desc": job.name, "leave": False} if watched else False
     try:
-        papermill.execute_notebook(str(job.notebook), str(job.file("partial.ipynb")), dict(job.parameters), kernel_name="python3", cwd=str(job.root),
-                                   progress_bar=bar, stderr_file=sys.stderr if watched else None, coalesce_streams=True,
-                                   extra_arguments=["--IPKernelApp.log_level=ERROR"])   # its remarks on its own start are no progress
+        with _environment(**_LEAN | {k: os.environ[k] for k in _LEAN if k in os.environ}):
+            papermill.execute_notebook(str(job.notebook), str(job.file("partial.ipynb")), dict(job.parameters), kernel_name="python3", cwd=str(job.root),
+                                       progress_bar=bar, stderr_file=sys.stderr if watched else None, coalesce_streams=True,
+                                       extra_arguments=["--IPKernelApp.log_level=ERROR"])   # its remarks on its own start are no progress
     except PapermillExecutionError as e: return f"{e.ename}: {e.evalue}"
     except Exception as e: return f"{type(e).__name__}: {e}"   # the kernel died or never started: as much the notebook's failure, not the batch's
     if not job.file("metrics.json").exists(): return f"it ended without write_metrics(out, {job.name!r}, …)"
@@ -443,6 +446,8 @@ def planned(jobs: Iterable[Job]) -> list[PlannedModel]:
             seen.setdefault(key, job.name)
     return found
 
+def _to_train(models: Iterable[PlannedModel]) -> dict[str, PlannedModel]: return {m.key: m for m in models if m.state in ("to train", "begun")}
+
 # %% ../nbs/10_runs.ipynb #54969af1
 def measured_rates(root) -> dict[str, float]:
     "Images a second at which models were trained in this checkout, by backbone: the median of the last one's log. root: of the checkout."
@@ -494,7 +499,7 @@ def train_ahead(preset, root=None, force: bool = False, only: Iterable[str] = ()
     from debias_clip.train import TrainConfig, config_dict, model_key
     preset, root, results = read_preset(preset, root), _checkout(root), {}
     _check_writable(root, preset.out)
-    new = {m.key: m for m in planned(job for job in _chosen(preset, list(only)) if force or job_state(job) != "done") if m.state in ("to train", "begun")}
+    new = _to_train(planned(job for job in _chosen(preset, list(only)) if force or job_state(job) != "done"))
     starts = [k for k, m in new.items() if not (isinstance(m.config.init, TrainConfig) and model_key(m.config.init) in new)]
     with _environment(OMP_NUM_THREADS=str(max(1, os.cpu_count()//processes)), TQDM_DISABLE="1"):
         for keys in (starts, [k for k in new if k not in starts]):   # what others start from, then those
@@ -506,11 +511,12 @@ def train_ahead(preset, root=None, force: bool = False, only: Iterable[str] = ()
                     say(f"[{len(results)}/{len(new)}] {m.experiment}: {m.name}  {m.key}  {results[m.key]}")
     return results
 
-def _train_planned(config: dict, variant: dict | None, root: Path, models: str) -> None:
+def _train_planned(config: dict, variant: dict | None, root: str | Path, models: str, workers: int = 0) -> str:
+    "Trains a model of a plan in a process of its own. Returns its key. Parameters as the fields of `TrainJob`."
     from debias_clip.train import TrainConfig
     from debias_clip.variants import Variant, train_variant
     os.chdir(root)   # folders of data are named as seen from it
-    train_variant(TrainConfig.from_dict(config), Variant(**variant or {}), models)
+    return train_variant(TrainConfig.from_dict(config), Variant(**variant or {}), models, workers).key
 
 # %% ../nbs/10_runs.ipynb #26677e7b
 def _forget_models(job: Job, later: list[Job]) -> None:
@@ -566,11 +572,8 @@ class TrainJob:
 
     def __call__(self) -> str:
         import submitit
-        from debias_clip.train import TrainConfig
-        from debias_clip.variants import Variant, train_variant
-        os.chdir(self.root)   # folders of data are named as seen from it
         if submitit.JobEnvironment().num_tasks > 1: submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
-        return train_variant(TrainConfig.from_dict(self.config), Variant(**self.variant or {}), self.models, self.workers).key
+        return _train_planned(self.config, self.variant, self.root, self.models, self.workers)
 
     def checkpoint(self):
         "What submitit queues when the time is up: the same again, which resumes."
@@ -617,7 +620,7 @@ def submit_preset(preset, root=None, force: bool = False, only: Iterable[str] = 
     jobs = [job for job in _chosen(preset, list(only)) if force or job_state(job) != "done"]
     models, sent = planned(jobs), {}
     _check_writable(root, preset.out)
-    new = {m.key: m for m in models if m.state in ("to train", "begun")}
+    new = _to_train(models)
     _check_share(new.values(), max(1, gpus)*nodes)
     executor = _executor(root/preset.out/"models"/"cluster", cluster)
     common = dict(timeout_min=round(60*hours)) | (dict(slurm_partition=partition) if partition else {})

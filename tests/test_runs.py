@@ -586,3 +586,26 @@ def test_the_order_of_the_arms_reaches_the_notebook_and_counts(checkout):
         run_preset("demo", checkout.root)
         assert json.loads((checkout.root/"runs/demo/one.json").read_text())["metrics"]["table"][0]["order"] == ("z a m" if order[1] == "z" else "a z m")
         assert job_state(read_preset("demo", checkout.root).jobs[0]) == "done"
+
+
+# ---- memory
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or os.confstr("CS_GNU_LIBC_VERSION") is None, reason="about glibc's allocator")
+def test_a_kernel_gives_back_the_memory_of_what_it_is_done_with(checkout):
+    "Blocks of tensor size between smaller ones that live on: as after each of several trainings in one kernel. What a kernel holds must not grow with them."
+    checkout.notebook("one", """
+import ctypes, os
+rss = lambda: int(open("/proc/self/statm").read().split()[1])*os.sysconf("SC_PAGE_SIZE")
+libc = ctypes.CDLL(None); libc.malloc.restype = ctypes.c_void_p; libc.malloc.argtypes = [ctypes.c_size_t]; libc.free.argtypes = [ctypes.c_void_p]; libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+def block(n):
+    p = libc.malloc(n); libc.memset(p, 1, n)
+    return p
+libc.free(block(30 << 20))                       # a large one freed once: from here on glibc keeps such blocks by itself
+before, big, kept = rss(), [], []
+for _ in range(20): big.append(block(16 << 20)); kept.append(block(300 << 10))
+for p in big: libc.free(p)
+grown = rss() - before
+assert grown < 60e6, f"{grown/1e6:.0f} MB are still held"
+""")
+    checkout.preset("experiments: [one]\n")
+    assert checkout.run() == {"one": "done"}
