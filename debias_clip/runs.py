@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['app', 'data_app', 'notebook_cells', 'notebook_defaults', 'fit', 'Job', 'Preset', 'read_yaml', 'find_preset',
            'read_preset', 'job_state', 'versions', 'git_state', 'run_job', 'run_preset', 'PlannedModel', 'planned',
-           'measured_rates', 'expected_hours', 'plan_text', 'train_ahead', 'rehearse', 'TrainJob', 'NotebookJob',
-           'submit_preset', 'summary', 'evaluate', 'main']
+           'measured_rates', 'expected_hours', 'plan_text', 'train_ahead', 'run_side_by_side', 'rehearse', 'TrainJob',
+           'NotebookJob', 'submit_preset', 'summary', 'evaluate', 'main']
 
 # %% ../nbs/10_runs.ipynb #17301396
 import ast, difflib, hashlib, json, math, os, re, shutil, subprocess, sys, tempfile, time
@@ -295,7 +295,8 @@ def _environment(**values):
             if value is None: os.environ.pop(name, None)
             else: os.environ[name] = value
 
-_LEAN = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20)}   # glibc then gives a tensor's memory back at once: slower by a sixth, but else a kernel grows while it trains
+_LEAN = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20),              # glibc then gives a tensor's memory back at once: else a kernel grows while it trains
+         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}            # and takes it in pages of 2 MB, which wins back half the time that costs
 
 def _papermill(job: Job) -> str | None:
     "Executes the notebook into its partial file. Returns None, or what went wrong in the kernel."
@@ -361,7 +362,7 @@ def run_job(job: Job) -> str | None:
 # %% ../nbs/10_runs.ipynb #8bc87377
 def _check_writable(root: Path, out: str) -> None:
     probe = root/out/".probe.tmp"
-    try: probe.write_text(""); probe.unlink()
+    try: probe.write_text(""); probe.unlink(missing_ok=True)   # another notebook may look at the same time
     except OSError as e: raise ValueError(f"{out} cannot be written to ({e.strerror}): make it writable, or copy its params.yaml to another folder of runs/") from None
 
 def _chosen(preset: Preset, only: Iterable[str]) -> list[Job]:
@@ -488,27 +489,32 @@ def plan_text(preset: Preset, jobs: list[Job], rates: dict[str, float], rate: fl
     return "\n".join([*lines, f"{preset.name}: {len(due)} of {len(jobs)} notebooks to run, {len({m.key for m in models})} models, {said}"])
 
 # %% ../nbs/10_runs.ipynb #c84e2b17
+def _side_by_side(processes: int, work, tasks: dict):
+    "Calls work(*arguments) for each of tasks (name -> arguments), so many at a time, each in a process with its share of the cores. Yields (name, what it returned or raised) as they end."
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from multiprocessing import get_context
+    with _environment(OMP_NUM_THREADS=str(max(1, os.cpu_count()//processes)), TQDM_DISABLE="1"), ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        waiting = {pool.submit(work, *arguments): name for name, arguments in tasks.items()}
+        for done in as_completed(waiting): yield waiting[done], done.exception() or done.result()
+
+def _told(found) -> str | None: return f"failed: {type(found).__name__}: {found}" if isinstance(found, BaseException) else None
+
 def train_ahead(preset, root=None, force: bool = False, only: Iterable[str] = (), processes: int = 2, say=_say) -> dict[str, str]:
     """Trains the models that a preset's notebooks lack, several at a time, each in a process of its own with its share of the cores.
 
     preset, root, force, only, say: as in `run_preset`; processes: models at a time. Returns key -> "trained" or "failed: …": a model that failed is tried again, and told, by the notebook that needs it.
     Raises ValueError before anything is trained where the preset is not right.
     """
-    from concurrent.futures import ProcessPoolExecutor, as_completed
-    from multiprocessing import get_context
     from debias_clip.train import TrainConfig, config_dict, model_key
     preset, root, results = read_preset(preset, root), _checkout(root), {}
     _check_writable(root, preset.out)
     new = _to_train(planned(job for job in _chosen(preset, list(only)) if force or job_state(job) != "done"))
     starts = [k for k, m in new.items() if not (isinstance(m.config.init, TrainConfig) and model_key(m.config.init) in new)]
-    with _environment(OMP_NUM_THREADS=str(max(1, os.cpu_count()//processes)), TQDM_DISABLE="1"):
-        for keys in (starts, [k for k in new if k not in starts]):   # what others start from, then those
-            with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-                waiting = {pool.submit(_train_planned, config_dict(new[k].config), new[k].variant and asdict(new[k].variant), root, f"{preset.out}/models"): k for k in keys}
-                for done in as_completed(waiting):
-                    m, error = new[waiting[done]], done.exception()
-                    results[m.key] = f"failed: {type(error).__name__}: {error}" if error else "trained"
-                    say(f"[{len(results)}/{len(new)}] {m.experiment}: {m.name}  {m.key}  {results[m.key]}")
+    for keys in (starts, [k for k in new if k not in starts]):   # what others start from, then those
+        tasks = {k: (config_dict(new[k].config), new[k].variant and asdict(new[k].variant), root, f"{preset.out}/models") for k in keys}
+        for key, found in _side_by_side(processes, _train_planned, tasks):
+            results[key] = _told(found) or "trained"
+            say(f"[{len(results)}/{len(new)}] {new[key].experiment}: {new[key].name}  {key}  {results[key]}")
     return results
 
 def _train_planned(config: dict, variant: dict | None, root: str | Path, models: str, workers: int = 0) -> str:
@@ -517,6 +523,22 @@ def _train_planned(config: dict, variant: dict | None, root: str | Path, models:
     from debias_clip.variants import Variant, train_variant
     os.chdir(root)   # folders of data are named as seen from it
     return train_variant(TrainConfig.from_dict(config), Variant(**variant or {}), models, workers).key
+
+# %% ../nbs/10_runs.ipynb #b7c2e610
+def run_side_by_side(preset, root=None, force: bool = False, only: Iterable[str] = (), processes: int = 2, say=_say) -> dict[str, str]:
+    """`train_ahead`, and then `run_preset` with several notebooks at a time, each in a process of its own with its share of the cores.
+
+    preset, root, force, only, say: as in `run_preset`; processes: models at a time, and then notebooks. Returns and raises as `run_preset`.
+    """
+    train_ahead(preset, root, force, only, processes, say)
+    checked, root, results = read_preset(preset, root), _checkout(root), {}
+    jobs = _chosen(checked, list(only))
+    width = max(len(job.name) for job in jobs)
+    tasks = {job.name: (preset, root, force, [job.name], False, str) for job in jobs}   # str: tells nobody; here it is told when it has ended
+    for name, found in _side_by_side(processes, run_preset, tasks):
+        results[name] = _told(found) or found[name]
+        say(f"[{len(results)}/{len(jobs)}] {name:{width}}  {results[name]}")
+    return {job.name: results[job.name] for job in jobs}
 
 # %% ../nbs/10_runs.ipynb #26677e7b
 def _forget_models(job: Job, later: list[Job]) -> None:
@@ -670,7 +692,7 @@ def _run(preset: Annotated[str, typer.Argument(metavar="PRESET", help="Name of a
          only: Annotated[list[str] | None, typer.Option(metavar="EXPERIMENT", help="Run this one alone; can be given again.")] = None,
          dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and say what would run: notebooks, models, hours.")] = False,
          images_per_second: Annotated[float | None, typer.Option(metavar="N", help="For --dry-run: what all processes together train on (default: as measured in this checkout).")] = None,
-         processes: Annotated[int, typer.Option(metavar="N", min=1, help="Train what is missing first, N models at a time, each on its share of the cores.")] = 1,
+         processes: Annotated[int, typer.Option(metavar="N", min=1, help="Train what is missing first, N models at a time, each on its share of the cores; then run N notebooks at a time.")] = 1,
          rehearsal: Annotated[bool, typer.Option("--rehearse", help="Run everything in a temporary folder on random weights and made-up data.")] = False,
          slurm: Annotated[bool, typer.Option("--slurm", help="Submit jobs to a SLURM cluster instead (needs the extra `slurm`).")] = False,
          partition: Annotated[str | None, typer.Option(metavar="NAME", help="For --slurm: the partition.")] = None,
@@ -680,7 +702,7 @@ def _run(preset: Annotated[str, typer.Argument(metavar="PRESET", help="Name of a
          hours: Annotated[float, typer.Option(metavar="H", min=0.1, help="For --slurm: time a job may take before it is queued again.")] = 24):
     """Run a preset's notebooks, those not done.
 
-    Here, one after the other; or with --slurm as jobs of a cluster: one a model, then one a notebook."""
+    Here, one after the other or --processes at a time; or with --slurm as jobs of a cluster: one a model, then one a notebook."""
     if sum((dry_run, rehearsal, slurm)) > 1: raise typer.BadParameter("give one of --dry-run, --rehearse and --slurm")
     if slurm:
         submit_preset(preset, force=force, only=only or (), gpus=gpus, nodes=nodes, workers=workers, hours=hours, partition=partition)
@@ -692,8 +714,8 @@ def _run(preset: Annotated[str, typer.Argument(metavar="PRESET", help="Name of a
         checked = read_preset(preset)
         print(plan_text(checked, _chosen(checked, only or []), measured_rates(_checkout(None)), images_per_second, force))
         return
-    if processes > 1: train_ahead(preset, force=force, only=only or (), processes=processes)
-    results = run_preset(preset, force=force, only=only or ())
+    if processes > 1: results = run_side_by_side(preset, force=force, only=only or (), processes=processes)
+    else: results = run_preset(preset, force=force, only=only or ())
     print("\n" + summary(read_preset(preset)))
     failed = [name for name, result in results.items() if result.startswith("failed")]
     if failed: print(f"\nfailed, see above: {', '.join(failed)}. The same command runs what is not done.", file=sys.stderr)

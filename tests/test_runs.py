@@ -449,6 +449,21 @@ def test_models_are_trained_ahead_side_by_side(checkout, here):
     assert {f: f.stat().st_mtime_ns for f in checkout.root.glob("runs/demo/models/*/model.safetensors")} == logs
 
 
+def test_notebooks_run_side_by_side(checkout, here):
+    "Each of two waits for the other; the third fails, is named, and stops neither."
+    meet = "import time\nfrom pathlib import Path\nPath('ME').touch()\nfor _ in range(600):\n    if Path('OTHER').exists(): break\n    time.sleep(.1)\nassert Path('OTHER').exists()"
+    checkout.notebook("one", meet.replace("ME", "1").replace("OTHER", "2"))
+    checkout.notebook("two", meet.replace("ME", "2").replace("OTHER", "1"))
+    checkout.notebook("three", "1/0")
+    checkout.preset("experiments: [one, two, three]\n")
+    said = []
+    found = runs.run_side_by_side("demo", checkout.root, say=said.append)
+    assert list(found) == ["one", "two", "three"] and found["one"] == found["two"] == "done" and found["three"].startswith("failed: three failed in cell 2 of 3, `1/0`: ZeroDivisionError")
+    assert len(said) == 3 and said[-1].startswith("[3/3] ")
+    code, out, err = here("run", "demo", "--processes", "2")
+    assert code == 1 and out.count("cached") == 2 and "failed, see above: three" in err
+
+
 def test_every_preset_has_a_plan():
     "The paper's: 11 models of one seed, of which the ablation shares two with the main table and the backbones another two; the trade-off adds its own 13 (toy: 10 for each of three seeds)."
     counts = {}
