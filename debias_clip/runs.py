@@ -199,10 +199,11 @@ def _checkout(root) -> Path:
 def read_preset(preset, root=None) -> Preset:
     """Reads a preset and checks all of it against its notebooks.
 
-    preset: name or folder; root: the checkout (None: the one around the working folder). Returns a Preset. Raises ValueError
+    preset: name or folder, or a Preset, which has been read; root: the checkout (None: the one around the working folder). Returns a Preset. Raises ValueError
     listing everything that is wrong: unknown keys, experiments and parameters (with the nearest known), types that do not
     fit, a notebook without exactly one `parameters` cell.
     """
+    if isinstance(preset, Preset): return preset
     root = _checkout(root)
     folder = find_preset(preset, root)
     settings, out = read_yaml(folder/"params.yaml"), folder.relative_to(root).as_posix()
@@ -362,7 +363,7 @@ def run_job(job: Job) -> str | None:
 # %% ../nbs/10_runs.ipynb #8bc87377
 def _check_writable(root: Path, out: str) -> None:
     probe = root/out/".probe.tmp"
-    try: probe.write_text(""); probe.unlink(missing_ok=True)   # another notebook may look at the same time
+    try: probe.write_text(""); probe.unlink()
     except OSError as e: raise ValueError(f"{out} cannot be written to ({e.strerror}): make it writable, or copy its params.yaml to another folder of runs/") from None
 
 def _chosen(preset: Preset, only: Iterable[str]) -> list[Job]:
@@ -377,7 +378,7 @@ def _say(text: str) -> None: print(text, flush=True)   # at once, also into a pi
 def run_preset(preset, root=None, force: bool = False, only: Iterable[str] = (), dry_run: bool = False, say=_say) -> dict[str, str]:
     """Runs the notebooks of a preset, in order, into its folder; those done with the same settings and code are skipped.
 
-    preset: name or folder; root: the checkout (None: the one around the working folder); force: run also what is done;
+    preset: name, folder, or a Preset; root: the checkout (None: the one around the working folder); force: run also what is done;
     only: names of experiments (none: all); dry_run: say what would run, and run nothing; say: what to print with.
     Returns experiment -> "cached", "done" or "failed: …" (dry_run: its state). Raises ValueError before anything runs where
     the preset, a notebook or the folder is not right.
@@ -530,14 +531,17 @@ def run_side_by_side(preset, root=None, force: bool = False, only: Iterable[str]
 
     preset, root, force, only, say: as in `run_preset`; processes: models at a time, and then notebooks. Returns and raises as `run_preset`.
     """
+    preset, root = read_preset(preset, root), _checkout(root)
     train_ahead(preset, root, force, only, processes, say)
-    checked, root, results = read_preset(preset, root), _checkout(root), {}
-    jobs = _chosen(checked, list(only))
-    width = max(len(job.name) for job in jobs)
-    tasks = {job.name: (preset, root, force, [job.name], False, str) for job in jobs}   # str: tells nobody; here it is told when it has ended
-    for name, found in _side_by_side(processes, run_preset, tasks):
-        results[name] = _told(found) or found[name]
-        say(f"[{len(results)}/{len(jobs)}] {name:{width}}  {results[name]}")
+    jobs = _chosen(preset, list(only))
+    due = {job.name: (job,) for job in jobs if force or job_state(job) != "done"}
+    results, width = {}, max(len(job.name) for job in jobs)
+    def tell(name, result):
+        results[name] = result
+        say(f"[{len(results)}/{len(jobs)}] {name:{width}}  {result}")
+    for job in jobs:
+        if job.name not in due: tell(job.name, "cached")
+    for name, failure in _side_by_side(processes, run_job, due): tell(name, _told(failure) or (f"failed: {failure}" if failure else "done"))
     return {job.name: results[job.name] for job in jobs}
 
 # %% ../nbs/10_runs.ipynb #26677e7b
@@ -710,13 +714,13 @@ def _run(preset: Annotated[str, typer.Argument(metavar="PRESET", help="Name of a
     if rehearsal:
         failed = [name for name, result in rehearse(preset, only=only or ()).items() if result.startswith("failed")]
         raise typer.Exit(1 if failed else 0)
+    preset = read_preset(preset)
     if dry_run:
-        checked = read_preset(preset)
-        print(plan_text(checked, _chosen(checked, only or []), measured_rates(_checkout(None)), images_per_second, force))
+        print(plan_text(preset, _chosen(preset, only or []), measured_rates(_checkout(None)), images_per_second, force))
         return
     if processes > 1: results = run_side_by_side(preset, force=force, only=only or (), processes=processes)
     else: results = run_preset(preset, force=force, only=only or ())
-    print("\n" + summary(read_preset(preset)))
+    print("\n" + summary(preset))
     failed = [name for name, result in results.items() if result.startswith("failed")]
     if failed: print(f"\nfailed, see above: {', '.join(failed)}. The same command runs what is not done.", file=sys.stderr)
     raise typer.Exit(1 if failed else 0)
