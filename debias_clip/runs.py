@@ -13,6 +13,7 @@ import ast, difflib, hashlib, json, math, os, re, shutil, subprocess, sys, tempf
 from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
@@ -105,11 +106,19 @@ def _python(source: str) -> str:
         return TransformerManager().transform_cell(source)
     return source
 
+@lru_cache(maxsize=256)
+def _code_at(modules: tuple, stamp: tuple) -> str: return code_hash(modules)
+
+def _code_of(modules: Iterable[str]) -> str:
+    "`code_hash`, which parses every module of a closure, once for each state of the package's files: notebooks and presets share most of theirs."
+    files = sorted(f for f in Path(debias_clip.__file__).parent.rglob("*") if f.suffix != ".pyc" and f.is_file())
+    return _code_at(tuple(sorted(modules)), tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files))
+
 def _code_hashes(file) -> dict:
     "Hashes of a notebook's code cells (the parameters cell apart: its values count, not its text) and of the modules they import."
     sources = [_python(c["source"]) for c in notebook_cells(file) if c["cell_type"] == "code" and not _has_tag(c, "parameters")]
-    modules = sorted(set().union(*map(imports_of, sources)))
-    return dict(cells=hashlib.sha256(canonical_json([code_shape(s) for s in sources]).encode()).hexdigest(), code=code_hash(modules))
+    modules = set().union(*map(imports_of, sources))
+    return dict(cells=hashlib.sha256(canonical_json([code_shape(s) for s in sources]).encode()).hexdigest(), code=_code_of(modules))
 
 # %% ../nbs/10_runs.ipynb #050c6d3f
 @dataclass(frozen=True)

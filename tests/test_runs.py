@@ -131,8 +131,21 @@ def test_cached_until_something_that_counts_changes(checkout, monkeypatch):
     assert checkout.run(force=True, only=["two"]) == {"two": "done"}
     (checkout.root/"runs"/"demo"/"one.png").write_text("another")
     assert "not as it was left: one.png" in job_state(checkout.job("one"))
-    monkeypatch.setattr(runs, "code_hash", lambda modules: "0"*64)
+    monkeypatch.setattr(runs, "_code_at", lambda modules, stamp: "0"*64)
     assert "the library's code changed" in checkout.run(dry_run=True)["two"]
+
+
+def test_code_is_hashed_once_for_each_state_of_the_files(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(runs, "code_hash", lambda modules: seen.append(modules) or str(len(seen)))
+    monkeypatch.setattr(runs.debias_clip, "__file__", str(tmp_path/"__init__.py"))
+    (tmp_path/"assets").mkdir()
+    for name in ("__init__.py", "one.py", "assets/two.json"): (tmp_path/name).write_text("1")
+    assert [runs._code_of(m) for m in (["one"], ["one"], ["two", "one"], {"one", "two"})] == ["1", "1", "2", "2"] and seen == [("one",), ("one", "two")]
+    (tmp_path/"assets"/"two.json").write_text("12")
+    assert runs._code_of(["one"]) == "3"
+    os.utime(tmp_path/"one.py", ns=(1, 1))
+    assert runs._code_of(["one"]) == "4" == runs._code_of(["one"])
 
 
 def test_the_record_holds_what_the_numbers_rest_on(checkout):
