@@ -208,11 +208,10 @@ def _checkout(root) -> Path:
 def read_preset(preset, root=None) -> Preset:
     """Reads a preset and checks all of it against its notebooks.
 
-    preset: name or folder, or a Preset, which has been read; root: the checkout (None: the one around the working folder). Returns a Preset. Raises ValueError
+    preset: name or folder; root: the checkout (None: the one around the working folder). Returns a Preset. Raises ValueError
     listing everything that is wrong: unknown keys, experiments and parameters (with the nearest known), types that do not
     fit, a notebook without exactly one `parameters` cell.
     """
-    if isinstance(preset, Preset): return preset
     root = _checkout(root)
     folder = find_preset(preset, root)
     settings, out = read_yaml(folder/"params.yaml"), folder.relative_to(root).as_posix()
@@ -387,7 +386,7 @@ def _say(text: str) -> None: print(text, flush=True)   # at once, also into a pi
 def run_preset(preset, root=None, force: bool = False, only: Iterable[str] = (), dry_run: bool = False, say=_say) -> dict[str, str]:
     """Runs the notebooks of a preset, in order, into its folder; those done with the same settings and code are skipped.
 
-    preset: name, folder, or a Preset; root: the checkout (None: the one around the working folder); force: run also what is done;
+    preset: name or folder; root: the checkout (None: the one around the working folder); force: run also what is done;
     only: names of experiments (none: all); dry_run: say what would run, and run nothing; say: what to print with.
     Returns experiment -> "cached", "done" or "failed: …" (dry_run: its state). Raises ValueError before anything runs where
     the preset, a notebook or the folder is not right.
@@ -500,14 +499,14 @@ def plan_text(preset: Preset, jobs: list[Job], rates: dict[str, float], rate: fl
 
 # %% ../nbs/10_runs.ipynb #c84e2b17
 def _side_by_side(processes: int, work, tasks: dict):
-    "Calls work(*arguments) for each of tasks (name -> arguments), so many at a time, each in a process with its share of the cores. Yields (name, what it returned or raised) as they end."
+    "Calls work(*arguments) for each of tasks (name -> arguments), so many at a time, each in a process with its share of the cores. Yields (name, what it returned, what it raised in words or None) as they end."
     from concurrent.futures import ProcessPoolExecutor, as_completed
     from multiprocessing import get_context
     with _environment(OMP_NUM_THREADS=str(max(1, os.cpu_count()//processes)), TQDM_DISABLE="1"), ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         waiting = {pool.submit(work, *arguments): name for name, arguments in tasks.items()}
-        for done in as_completed(waiting): yield waiting[done], done.exception() or done.result()
-
-def _told(found) -> str | None: return f"failed: {type(found).__name__}: {found}" if isinstance(found, BaseException) else None
+        for done in as_completed(waiting):
+            error = done.exception()
+            yield (waiting[done], None, f"{type(error).__name__}: {error}") if error else (waiting[done], done.result(), None)
 
 def train_ahead(preset, root=None, force: bool = False, only: Iterable[str] = (), processes: int = 2, say=_say) -> dict[str, str]:
     """Trains the models that a preset's notebooks lack, several at a time, each in a process of its own with its share of the cores.
@@ -522,8 +521,8 @@ def train_ahead(preset, root=None, force: bool = False, only: Iterable[str] = ()
     starts = [k for k, m in new.items() if not (isinstance(m.config.init, TrainConfig) and model_key(m.config.init) in new)]
     for keys in (starts, [k for k in new if k not in starts]):   # what others start from, then those
         tasks = {k: (config_dict(new[k].config), new[k].variant and asdict(new[k].variant), root, f"{preset.out}/models") for k in keys}
-        for key, found in _side_by_side(processes, _train_planned, tasks):
-            results[key] = _told(found) or "trained"
+        for key, _, error in _side_by_side(processes, _train_planned, tasks):
+            results[key] = f"failed: {error}" if error else "trained"
             say(f"[{len(results)}/{len(new)}] {new[key].experiment}: {new[key].name}  {key}  {results[key]}")
     return results
 
@@ -540,9 +539,8 @@ def run_side_by_side(preset, root=None, force: bool = False, only: Iterable[str]
 
     preset, root, force, only, say: as in `run_preset`; processes: models at a time, and then notebooks. Returns and raises as `run_preset`.
     """
-    preset, root = read_preset(preset, root), _checkout(root)
     train_ahead(preset, root, force, only, processes, say)
-    jobs = _chosen(preset, list(only))
+    jobs = _chosen(read_preset(preset, root), list(only))
     due = {job.name: (job,) for job in jobs if force or job_state(job) != "done"}
     results, width = {}, max(len(job.name) for job in jobs)
     def tell(name, result):
@@ -550,7 +548,7 @@ def run_side_by_side(preset, root=None, force: bool = False, only: Iterable[str]
         say(f"[{len(results)}/{len(jobs)}] {name:{width}}  {result}")
     for job in jobs:
         if job.name not in due: tell(job.name, "cached")
-    for name, failure in _side_by_side(processes, run_job, due): tell(name, _told(failure) or (f"failed: {failure}" if failure else "done"))
+    for name, failure, error in _side_by_side(processes, run_job, due): tell(name, f"failed: {error or failure}" if error or failure else "done")
     return {job.name: results[job.name] for job in jobs}
 
 # %% ../nbs/10_runs.ipynb #26677e7b
@@ -723,13 +721,13 @@ def _run(preset: Annotated[str, typer.Argument(metavar="PRESET", help="Name of a
     if rehearsal:
         failed = [name for name, result in rehearse(preset, only=only or ()).items() if result.startswith("failed")]
         raise typer.Exit(1 if failed else 0)
-    preset = read_preset(preset)
     if dry_run:
-        print(plan_text(preset, _chosen(preset, only or []), measured_rates(_checkout(None)), images_per_second, force))
+        checked = read_preset(preset)
+        print(plan_text(checked, _chosen(checked, only or []), measured_rates(_checkout(None)), images_per_second, force))
         return
     if processes > 1: results = run_side_by_side(preset, force=force, only=only or (), processes=processes)
     else: results = run_preset(preset, force=force, only=only or ())
-    print("\n" + summary(preset))
+    print("\n" + summary(read_preset(preset)))
     failed = [name for name, result in results.items() if result.startswith("failed")]
     if failed: print(f"\nfailed, see above: {', '.join(failed)}. The same command runs what is not done.", file=sys.stderr)
     raise typer.Exit(1 if failed else 0)

@@ -119,7 +119,7 @@ def kills(n, config, reference, processes, models, seed, world=1):  # noqa: F811
     "Kills a run at n random moments, each time another rank, and compares what it ends with."
     rng, checkpoints = random.Random(seed), models/model_key(config)/'checkpoints'
     for _ in range(n):
-        ranks = start(processes, world, config, models, patience=10)  # what the others wait for one that was killed before they met
+        ranks = start(processes, world, config, models, patience=20)  # what the others wait for one that was killed before they met
         wait_for(lambda: checkpoints.parent.exists(), ranks)
         time.sleep(rng.uniform(0, 3))
         ranks[rng.randrange(world)].kill()
