@@ -304,8 +304,10 @@ def _environment(**values):
             if value is None: os.environ.pop(name, None)
             else: os.environ[name] = value
 
-_LEAN = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20),              # glibc then gives a tensor's memory back at once: else a kernel grows while it trains
-         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}            # and takes it in pages of 2 MB, which wins back half the time that costs
+_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}                # glibc takes memory in pages of 2 MB: fewer faults of pages
+_LEAN = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20)} | _PAGES            # and gives a tensor's memory back at once: else a kernel grows while it trains
+
+def _unset(values): return {k: v for k, v in values.items() if k not in os.environ}   # what a user has set stays
 
 def _papermill(job: Job) -> str | None:
     "Executes the notebook into its partial file. Returns None, or what went wrong in the kernel."
@@ -314,7 +316,7 @@ def _papermill(job: Job) -> str | None:
     watched = sys.stderr.isatty()
     bar = {"desc": job.name, "leave": False} if watched else False
     try:
-        with _environment(**_LEAN | {k: os.environ[k] for k in _LEAN if k in os.environ}):
+        with _environment(**_unset(_LEAN)):
             papermill.execute_notebook(str(job.notebook), str(job.file("partial.ipynb")), dict(job.parameters), kernel_name="python3", cwd=str(job.root),
                                        progress_bar=bar, stderr_file=sys.stderr if watched else None, coalesce_streams=True,
                                        extra_arguments=["--IPKernelApp.log_level=ERROR"])   # its remarks on its own start are no progress
@@ -502,7 +504,7 @@ def _side_by_side(processes: int, work, tasks: dict):
     "Calls work(*arguments) for each of tasks (name -> arguments), so many at a time, each in a process with its share of the cores. Yields (name, what it returned, what it raised in words or None) as they end."
     from concurrent.futures import ProcessPoolExecutor, as_completed
     from multiprocessing import get_context
-    with _environment(OMP_NUM_THREADS=str(max(1, os.cpu_count()//processes)), TQDM_DISABLE="1"), ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    with _environment(OMP_NUM_THREADS=str(max(1, os.cpu_count()//processes)), TQDM_DISABLE="1", **_unset(_PAGES)), ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         waiting = {pool.submit(work, *arguments): name for name, arguments in tasks.items()}
         for done in as_completed(waiting):
             error = done.exception()
