@@ -9,15 +9,16 @@ __all__ = ['app', 'data_app', 'notebook_cells', 'notebook_defaults', 'fit', 'Job
            'NotebookJob', 'submit_preset', 'summary', 'evaluate', 'main']
 
 # %% ../nbs/10_runs.ipynb #17301396
-import ast, difflib, hashlib, json, math, os, re, shutil, subprocess, sys, tempfile, time
+import ast, difflib, hashlib, json, math, os, re, shutil, signal, subprocess, sys, tempfile, threading, time
 from collections.abc import Iterable
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
 import typer, yaml
+from filelock import FileLock, Timeout
 
 import debias_clip
 from .keys import *
@@ -231,7 +232,19 @@ def read_preset(preset, root=None) -> Preset:
     return Preset(folder.name, out, str(settings.get("about") or "").strip(), jobs)
 
 # %% ../nbs/10_runs.ipynb #cd78eb96
-def _file_hash(file: Path) -> str: return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+def _file_hash(file: Path) -> str: return file_hash(file)[:16]
+
+def _own_files(job: Job) -> dict[str, str]:
+    "A hash of each file that a setting names: weights, and tables of captions (by their folder, too). Published data sets are not read for this."
+    found = {}
+    def look(value):
+        if isinstance(value, (dict, list)):
+            for v in value.values() if isinstance(value, dict) else value: look(v)
+        elif isinstance(value, str) and value:
+            file = next((f for f in (value, f"{value}/captions.csv", f"{value}/captions.jsonl") if os.path.isfile(job.root/f)), None)
+            if file: found[value] = _file_hash(job.root/file)
+    look(job.parameters)
+    return found
 
 def _figures(job: Job) -> dict[str, str]:
     "What the notebook left beside its numbers, <name>.<ending> and <name>-….<ending>, with a hash of each."
@@ -253,6 +266,9 @@ def job_state(job: Job) -> str:
     old = record.get("parameters", {})
     changed = sorted(name for name in old.keys() | job.parameters.keys() if json.dumps(old.get(name)) != json.dumps(job.parameters.get(name)))
     if changed: reasons.append("settings changed: " + ", ".join(changed))
+    now = _own_files(job)
+    changed = [name for name, kept in record.get("reads", {}).items() if now.get(name, kept) != kept]   # of a file that is gone nothing can be told
+    if changed: reasons.append("files changed: " + ", ".join(changed))
     missing = [name for name, kept in record.get("files", {}).items() if not job.file("ipynb").with_name(name).is_file() or _file_hash(job.file("ipynb").with_name(name)) != kept]
     if not job.file("ipynb").is_file(): missing.append(job.file("ipynb").name)
     if missing: reasons.append("missing or not as it was left: " + ", ".join(missing))
@@ -349,31 +365,37 @@ def _fail(job: Job, what: str) -> str:
     job.file("partial.ipynb").unlink()
     return f"{job.name} failed {_last_cell(nb)}: {what}\n  the notebook as far as it came: {job.out}/{job.name}.failed.ipynb"
 
-def _keep(job: Job, seconds: float) -> None:
+def _keep(job: Job, seconds: float, reads: dict[str, str]) -> None:
     "Puts a finished run in its place, the record last."
     measured = json.loads(job.file("metrics.json").read_text(encoding="utf-8"))
     write_atomically(job.file("ipynb"), json.dumps(_executed(job), indent=1) + "\n")
-    record = dict(experiment=job.name, key=job.key, cells=job.cells, code=job.code, parameters=job.parameters, seconds=round(seconds, 1),
+    record = dict(experiment=job.name, key=job.key, cells=job.cells, code=job.code, parameters=job.parameters, reads=reads, seconds=round(seconds, 1),
                   device=measured["device"], versions=versions(), git=git_state(job.root), files=_figures(job), metrics=measured["metrics"])
     write_atomically(job.file("json"), json.dumps(record, indent=1) + "\n")
     for ending in ("partial.ipynb", "metrics.json", "failed.ipynb"): job.file(ending).unlink(missing_ok=True)
 
 # %% ../nbs/10_runs.ipynb #d32bc0e6
 def run_job(job: Job) -> str | None:
-    """Executes one experiment notebook and keeps its result; where it fails, what was there before stays.
+    """Executes one experiment notebook and keeps its result; where it fails, the notebook and the numbers that were there before stay (figures that it has drawn by then are new, and the old result is stale).
 
     job: of a checked preset. Returns None, or a text that says which cell failed, how, and where to look.
     """
-    for ending in ("partial.ipynb", "metrics.json", "failed.ipynb"): job.file(ending).unlink(missing_ok=True)
-    start = time.perf_counter()
-    what = _papermill(job)
-    if what: return _fail(job, what)
-    _keep(job, time.perf_counter() - start)
+    lock = FileLock(job.file("lock.tmp"), timeout=0)
+    try: lock.acquire()
+    except Timeout: return f"{job.name} is being run already, by another command: wait for it, or stop it"
+    try:
+        for ending in ("partial.ipynb", "metrics.json", "failed.ipynb"): job.file(ending).unlink(missing_ok=True)
+        start, reads = time.perf_counter(), _own_files(job)
+        what = _papermill(job)
+        if what: return _fail(job, what)
+        _keep(job, time.perf_counter() - start, reads)
+    finally:
+        job.file("lock.tmp").unlink(missing_ok=True)
+        lock.release()
 
 # %% ../nbs/10_runs.ipynb #8bc87377
 def _check_writable(root: Path, out: str) -> None:
-    probe = root/out/".probe.tmp"
-    try: probe.write_text(""); probe.unlink()
+    try: tempfile.TemporaryFile(dir=root/out).close()
     except OSError as e: raise ValueError(f"{out} cannot be written to ({e.strerror}): make it writable, or copy its params.yaml to another folder of runs/") from None
 
 def _chosen(preset: Preset, only: Iterable[str]) -> list[Job]:
@@ -381,6 +403,42 @@ def _chosen(preset: Preset, only: Iterable[str]) -> list[Job]:
     for name in only:
         if name not in names: raise ValueError(f"{preset.name} has no experiment {name!r}; {_near(name, names)}")
     return [job for job in preset.jobs if not only or job.name in only]
+
+# %% ../nbs/10_runs.ipynb #5a0c7e11
+def _wrong_data(data: str, root: str | None, options: dict, checkout: Path) -> str | None:
+    "What is wrong with a data set of the settings, in words; None where it seems to be there."
+    from debias_clip.data import PROTOCOLS, is_own
+    from debias_clip.scenes import scene_records
+    if data == "scenes":
+        try: scene_records(**{k: v for k, v in options.items() if k != "max_unreadable"} | dict(n=1))   # one scene tells what a thousand would
+        except (TypeError, ValueError) as e: return f"data scenes: {e}"
+    elif (checkout/data).exists() or "://" in data: return None
+    elif is_own(data): return f"data {data} is not there"
+    elif data not in PROTOCOLS: return f"there is no data set {data!r}; {_near(data, PROTOCOLS)}"
+    elif root is None: return f"where does {data} lie? Give its folder as `root`"
+    elif not (checkout/root).is_dir(): return f"{data}: there is no folder {root}"
+
+def _wrong_sets(job: Job, models: list) -> Iterable[str]:
+    "What is wrong with the data that a job's models, those not trained, and its tests read."
+    for m in models:
+        if m.state in ("to train", "begun") and (wrong := _wrong_data(m.config.data, m.config.root, m.config.data_options, job.root)): yield wrong
+    for name, test in job.parameters.get("tests", {}).items():
+        known = {"data", "root", "options"}
+        if not isinstance(test, dict) or "data" not in test or set(test) - known: yield f"tests: {name} is {test!r}; `data` is needed, and `root` and `options` may be given"
+        elif (wrong := _wrong_data(test["data"], test.get("root"), test.get("options", {}), job.root)): yield f"tests: {name}: {wrong}"
+
+def _not_ready(jobs: list[Job]) -> list[str]:
+    "What would stop notebooks after hours, in words: settings that a model refuses, and data that are not there."
+    wrong = []
+    for job in jobs:
+        if not {"arms", "tests"} & job.parameters.keys(): continue   # nothing to look at: what is slow to import is not imported
+        try: models = planned([job])
+        except (ValueError, TypeError, KeyError) as e: wrong.append(f"{job.name}: {e if isinstance(e, ValueError) else repr(e)}"); continue
+        wrong += dict.fromkeys(f"{job.name}: {w}" for w in _wrong_sets(job, models))
+    return wrong
+
+def _check_ready(jobs: list[Job]) -> None:
+    if wrong := _not_ready(jobs): raise ValueError(f"{jobs[0].out}/params.yaml cannot be run here:\n" + "\n".join(f"  - {w}" for w in wrong))
 
 # %% ../nbs/10_runs.ipynb #9c2d03fd
 def _say(text: str) -> None: print(text, flush=True)   # at once, also into a pipe or a log
@@ -391,14 +449,16 @@ def run_preset(preset, root=None, force: bool = False, only: Iterable[str] = (),
     preset: name or folder; root: the checkout (None: the one around the working folder); force: run also what is done;
     only: names of experiments (none: all); dry_run: say what would run, and run nothing; say: what to print with.
     Returns experiment -> "cached", "done" or "failed: …" (dry_run: its state). Raises ValueError before anything runs where
-    the preset, a notebook or the folder is not right.
+    the preset, a notebook, a model's settings, data or the folder is not right.
     """
     preset, root = read_preset(preset, root), _checkout(root)
     jobs, results = _chosen(preset, list(only)), {}
-    if not dry_run: _check_writable(root, preset.out)
-    width = max(len(job.name) for job in jobs)
+    states, width = {job.name: job_state(job) for job in jobs}, max(len(job.name) for job in jobs)
+    if not dry_run:
+        _check_writable(root, preset.out)
+        _check_ready([job for job in jobs if force or states[job.name] != "done"])
     for i, job in enumerate(jobs, 1):
-        state, head = job_state(job), f"[{i}/{len(jobs)}] {job.name:{width}}  {job.key}"
+        state, head = states[job.name], f"[{i}/{len(jobs)}] {job.name:{width}}  {job.key}"
         if dry_run or (state == "done" and not force):
             results[job.name] = state if dry_run else "cached"
             say(f"{head}  {'cached' if state == 'done' else state}"); continue
@@ -431,7 +491,7 @@ def _images(config, done_steps: int) -> int | None:
     from debias_clip.data import PROTOCOLS
     from debias_clip.scenes import _SPLITS
     options = config.data_options
-    if config.data == "scenes": n = options.get("n") or _SPLITS[options.get("split", "train")][0]
+    if config.data == "scenes": n = options.get("n") or _SPLITS.get(options.get("split", "train"), (None,))[0]
     else: n = PROTOCOLS[config.data].images if config.data in PROTOCOLS else None
     return None if n is None else max(0, config.epochs*(n//config.batch_size) - done_steps)*config.batch_size
 
@@ -497,35 +557,104 @@ def plan_text(preset: Preset, jobs: list[Job], rates: dict[str, float], rate: fl
     hours, unknown = expected_hours(models, rates, rate)
     said = "nothing to train" if not new else f"{len(new)} models to train, about {hours:.1f} hours and evaluation on top" if hours is not None else \
            f"{len(new)} models to train; hours unknown: {'; '.join(unknown)}" + ("" if rate else ". Say --images-per-second N, of all processes together")
-    return "\n".join([*lines, f"{preset.name}: {len(due)} of {len(jobs)} notebooks to run, {len({m.key for m in models})} models, {said}"])
+    absent = [f"not ready: {w}" for w in _not_ready(due)]
+    return "\n".join([*lines, f"{preset.name}: {len(due)} of {len(jobs)} notebooks to run, {len({m.key for m in models})} models, {said}", *absent])
 
 # %% ../nbs/10_runs.ipynb #c84e2b17
-def _side_by_side(processes: int, work, tasks: dict):
-    "Calls work(*arguments) for each of tasks (name -> arguments), so many at a time, each in a process with its share of the cores. Yields (name, what it returned, what it raised in words or None) as they end."
-    from concurrent.futures import ProcessPoolExecutor, as_completed
+def _follow_parent():
+    "Ends this process when its parent has ended without a word, which a killed one does: gently, so that a training saves, then for certain."
+    from multiprocessing import parent_process
+    parent_process().join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_PATIENCE)
+    os._exit(1)
+
+_PATIENCE = 60   # seconds for a step and a checkpoint
+
+def _answer(work, arguments):
+    try: return work(*arguments), None
+    except Exception as e: return None, f"{type(e).__name__}: {e}"   # in words: not every error can be sent
+
+def _serve(pipe, work):
+    "A worker's life: arguments come through the pipe, (what work returned, what it raised in words or None) goes back, until nobody is at the other end."
+    signal.signal(signal.SIGINT, signal.SIG_IGN)   # Ctrl-C reaches all of a terminal's processes; the parent says what follows from it
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    try:
+        while True: pipe.send(_answer(work, pipe.recv()))
+    except (EOFError, OSError): pass
+
+def _start_worker(work, processes: int, slot: int):
+    "(process, its pipe): on its share of the cores and, where there are several GPUs, on one of them."
     from multiprocessing import get_context
-    with _environment(OMP_NUM_THREADS=str(max(1, os.cpu_count()//processes)), TQDM_DISABLE="1", **_unset(_PAGES)), ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        waiting = {pool.submit(work, *arguments): name for name, arguments in tasks.items()}
-        for done in as_completed(waiting):
-            error = done.exception()
-            yield (waiting[done], None, f"{type(error).__name__}: {error}") if error else (waiting[done], done.result(), None)
+    spawn, share = get_context("spawn"), dict(OMP_NUM_THREADS=str(max(1, os.cpu_count()//processes)), TQDM_DISABLE="1")
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=_serve, args=(there, work))
+    with _environment(**share, **_unset(_PAGES), **_one_gpu(slot)): process.start()
+    there.close()
+    return process, here
+
+def _one_gpu(slot: int) -> dict[str, str]:
+    import torch
+    if (n := torch.cuda.device_count()) < 2: return {}
+    return dict(CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(n)))).split(",")[slot % n])
+
+def _stop_workers(workers, at_work: bool):
+    for process, pipe in workers:
+        if at_work: process.terminate()   # a training saves first
+        pipe.close()
+    until = time.monotonic() + _PATIENCE
+    for process, _ in workers: process.join(max(0, until - time.monotonic()))
+    for process, _ in workers:
+        if process.is_alive(): process.kill()
+
+# %% ../nbs/10_runs.ipynb #c84e2b18
+def _side_by_side(processes: int, work, tasks: dict, began=lambda name: None):
+    """Calls work(*arguments) for each of tasks (name -> arguments), so many at a time, each in a process with its share of the cores.
+
+    began: called with the name of each that starts. Yields (name, what it returned, what it raised in words or None) as they end. A process that dies takes its own task along and no other. Left before the end, by Ctrl-C
+    or an error, it starts no other task and stops those that run.
+    """
+    from multiprocessing.connection import wait
+    workers, busy, left = dict.fromkeys(range(processes)), {}, list(tasks)
+    try:
+        while left or busy:
+            for slot in [s for s in workers if s not in busy][:len(left)]:
+                if workers[slot] is None or not workers[slot][0].is_alive(): workers[slot] = _start_worker(work, processes, slot)
+                name = busy[slot] = left.pop(0)
+                workers[slot][1].send(tasks[name])
+                began(name)
+            ready = wait([workers[slot][1] for slot in busy])
+            for slot in [s for s in busy if workers[s][1] in ready]:
+                name, (process, pipe) = busy.pop(slot), workers[slot]
+                try: answer = pipe.recv()
+                except (EOFError, OSError):
+                    process.join(_PATIENCE)
+                    answer, workers[slot] = (None, f"its process ended with code {process.exitcode}" + (", killed: was there memory enough for so many at a time?" if process.exitcode == -9 else "")), None
+                yield name, *answer
+    finally: _stop_workers([w for w in workers.values() if w], bool(busy))
 
 def train_ahead(preset, root=None, force: bool = False, only: Iterable[str] = (), processes: int = 2, say=_say) -> dict[str, str]:
     """Trains the models that a preset's notebooks lack, several at a time, each in a process of its own with its share of the cores.
 
-    preset, root, force, only, say: as in `run_preset`; processes: models at a time. Returns key -> "trained" or "failed: …": a model that failed is tried again, and told, by the notebook that needs it.
-    Raises ValueError before anything is trained where the preset is not right.
+    preset, root, force, only, say: as in `run_preset`; processes: models at a time. Returns key -> "trained" or "failed: …". Raises ValueError before anything is trained where `run_preset` does.
     """
     from debias_clip.train import TrainConfig, config_dict, model_key
     preset, root, results = read_preset(preset, root), _checkout(root), {}
     _check_writable(root, preset.out)
-    new = _to_train(planned(job for job in _chosen(preset, list(only)) if force or job_state(job) != "done"))
-    starts = [k for k, m in new.items() if not (isinstance(m.config.init, TrainConfig) and model_key(m.config.init) in new)]
-    for keys in (starts, [k for k in new if k not in starts]):   # what others start from, then those
-        tasks = {k: (config_dict(new[k].config), new[k].variant and asdict(new[k].variant), root, f"{preset.out}/models") for k in keys}
-        for key, _, error in _side_by_side(processes, _train_planned, tasks):
-            results[key] = f"failed: {error}" if error else "trained"
-            say(f"[{len(results)}/{len(new)}] {new[key].experiment}: {new[key].name}  {key}  {results[key]}")
+    _check_ready(jobs := [job for job in _chosen(preset, list(only)) if force or job_state(job) != "done"])
+    new = _to_train(planned(jobs))
+    start = {k: model_key(m.config.init) for k, m in new.items() if isinstance(m.config.init, TrainConfig)}
+    line = lambda key: f"{new[key].experiment}: {new[key].name}  {key}"
+    def tell(key, result):
+        results[key] = result
+        say(f"[{len(results)}/{len(new)}] {line(key)}  {result}")
+    first = [k for k in new if start.get(k) not in new]
+    for keys in (first, [k for k in new if k not in first]):   # what others start from, then those
+        lost = [k for k in keys if results.get(start.get(k), "trained") != "trained"]
+        for key in lost: tell(key, f"failed: {new[start[key]].name}, from which it starts, was not trained")
+        tasks = {k: (config_dict(new[k].config), new[k].variant and asdict(new[k].variant), root, f"{preset.out}/models") for k in keys if k not in lost}
+        with closing(_side_by_side(processes, _train_planned, tasks, lambda key: say(f"{line(key)}  training"))) as ended:
+            for key, _, error in ended: tell(key, f"failed: {error}" if error else "trained")
     return results
 
 def _train_planned(config: dict, variant: dict | None, root: str | Path, models: str, workers: int = 0) -> str:
@@ -539,18 +668,25 @@ def _train_planned(config: dict, variant: dict | None, root: str | Path, models:
 def run_side_by_side(preset, root=None, force: bool = False, only: Iterable[str] = (), processes: int = 2, say=_say) -> dict[str, str]:
     """`train_ahead`, and then `run_preset` with several notebooks at a time, each in a process of its own with its share of the cores.
 
-    preset, root, force, only, say: as in `run_preset`; processes: models at a time, and then notebooks. Returns and raises as `run_preset`.
+    preset, root, force, only, say: as in `run_preset`; processes: models at a time, and then notebooks. Returns and raises as `run_preset`; a notebook that needs a model whose training failed is not run.
     """
-    train_ahead(preset, root, force, only, processes, say)
-    jobs = _chosen(read_preset(preset, root), list(only))
-    due = {job.name: (job,) for job in jobs if force or job_state(job) != "done"}
-    results, width = {}, max(len(job.name) for job in jobs)
+    try: return _run_side_by_side(read_preset(preset, root), _checkout(root), force, list(only), processes, say)
+    except KeyboardInterrupt: say("stopped; the same command goes on from here"); raise
+
+def _run_side_by_side(preset, root, force, only, processes, say):
+    jobs, results = _chosen(preset, only), {}
+    width, due = max(len(job.name) for job in jobs), {job.name: (job,) for job in jobs if force or job_state(job) != "done"}
+    lost = {key: result for key, result in train_ahead(preset.name, root, force, only, processes, say).items() if result != "trained"}
     def tell(name, result):
         results[name] = result
         say(f"[{len(results)}/{len(jobs)}] {name:{width}}  {result}")
+    for m in planned(job for job, in due.values()) if lost else ():
+        if m.key in lost and m.experiment not in results: tell(m.experiment, f"failed: its model {m.name} ({m.key}) was not trained; {lost[m.key]}")
     for job in jobs:
         if job.name not in due: tell(job.name, "cached")
-    for name, failure, error in _side_by_side(processes, run_job, due): tell(name, f"failed: {error or failure}" if error or failure else "done")
+    ready = {name: job for name, job in due.items() if name not in results}
+    with closing(_side_by_side(processes, run_job, ready, lambda name: say(f"{name}  running"))) as ended:
+        for name, failure, error in ended: tell(name, f"failed: {error or failure}" if error or failure else "done")
     return {job.name: results[job.name] for job in jobs}
 
 # %% ../nbs/10_runs.ipynb #26677e7b
@@ -628,6 +764,8 @@ class NotebookJob:
         if result.startswith("failed"): raise RuntimeError(result)
         return result
 
+    checkpoint = TrainJob.checkpoint
+
 # %% ../nbs/10_runs.ipynb #27e97fec
 def _check_share(models: Iterable[PlannedModel], processes: int) -> None:
     for m in models:
@@ -639,7 +777,7 @@ def _executor(folder: Path, cluster: str):
     try: import submitit
     except ImportError: raise ValueError("submitit is missing, which sends jobs to a cluster: pip install 'debias_clip[slurm]'") from None
     if cluster == "slurm" and shutil.which("sbatch") is None: raise ValueError("there is no sbatch here: run this where jobs are submitted, on a login node of the cluster")
-    return submitit.AutoExecutor(folder=folder, cluster=cluster)
+    return submitit.AutoExecutor(folder=folder, cluster=cluster, slurm_max_num_timeout=1000)   # of itself it queues a job again three times
 
 def submit_preset(preset, root=None, force: bool = False, only: Iterable[str] = (), gpus: int = 4, nodes: int = 1, workers: int = 8, hours: float = 24, partition: str | None = None,
                   cluster: str = "slurm", say=_say) -> dict[str, object]:
@@ -653,8 +791,9 @@ def submit_preset(preset, root=None, force: bool = False, only: Iterable[str] = 
     root = _checkout(root)
     preset = read_preset(preset, root)
     jobs = [job for job in _chosen(preset, list(only)) if force or job_state(job) != "done"]
-    models, sent = planned(jobs), {}
     _check_writable(root, preset.out)
+    _check_ready(jobs)
+    models, sent = planned(jobs), {}
     new = _to_train(models)
     _check_share(new.values(), max(1, gpus)*nodes)
     executor = _executor(root/preset.out/"models"/"cluster", cluster)
@@ -689,7 +828,8 @@ def summary(preset: Preset, files: bool = True) -> str:
         rows = _record(job)["metrics"].get("table")
         if rows:
             import pandas
-            lines += [f"{job.name}:", pandas.DataFrame(rows).to_string(index=False, na_rep="–"), ""]; break
+            state = job_state(job)
+            lines += [f"{job.name}{'' if state == 'done' else f' (an earlier result, {state})'}:", pandas.DataFrame(rows).to_string(index=False, na_rep="–"), ""]; break
     if preset.about: lines += [preset.about, ""]
     if not files: return "\n".join(lines).rstrip()
     figures = [f"{preset.out}/{name}" for job in done for name in _record(job).get("files", {})]
@@ -781,18 +921,25 @@ def evaluate(model, tokenizer, transform, records) -> list[dict]:
 _File = Annotated[Path | None, typer.Option(metavar="FILE", help="A checkpoint file, without --model where it tells its backbone.")]
 
 def _load(model: str | None, pretrained: str, context: int | None = None):
-    "(model, its backbone's name, image transform) for evaluation."
+    "(model on the GPU where there is one, its backbone's name, image transform, lines for its card) for evaluation."
+    import torch
     from debias_clip.models import create_model_and_transforms, load_checkpoint
-    if model is None and not Path(pretrained).exists(): raise ValueError(f"{pretrained} is no file that could tell its backbone: name the backbone (--model NAME), or mend the path")
-    name = model or load_checkpoint(pretrained).backbone
+    file = Path(pretrained).exists()
+    if model is None and not file: raise ValueError(f"{pretrained} is no file that could tell its backbone: name the backbone (--model NAME), or mend the path")
+    saved = load_checkpoint(pretrained, model) if file else None
+    name = model or saved.backbone
     net, _, transform = create_model_and_transforms(name, pretrained, context)
-    return net.eval(), name, transform
+    had = (saved or net).context_length if file else net.base_length
+    about = {} if net.context_length == had else {"positions": f"stretched from {had} to {net.context_length}, not trained since; --context {had} leaves them"}
+    return net.eval().to("cuda" if torch.cuda.is_available() else "cpu"), name, transform, about
+
+_Context = Annotated[int | None, typer.Option("--context", metavar="TOKENS", min=3, help="Context length of weights that are not stretched yet (default: stretched as for training; 77 measures CLIP as published).")]
 
 @app.command("eval")
 def _eval(data: Annotated[str, typer.Option(metavar="NAME_OR_PATH", help="scenes, a data set's name, a table of captions or its folder.")],
           model: Annotated[str | None, typer.Option(metavar="NAME", help="Backbone, as open_clip calls it, or scenes-clip and the like; a checkpoint may tell it.")] = None,
           pretrained: Annotated[str | None, typer.Option(metavar="TAG_OR_FILE", help="A published tag, or a checkpoint file.")] = None,
-          checkpoint: _File = None, root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the named data set.")] = None):
+          checkpoint: _File = None, root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the named data set.")] = None, context: _Context = None):
     "Measure retrieval, both ways, with any model."
     if (pretrained is None) == (checkpoint is None): raise typer.BadParameter("give one of --pretrained TAG_OR_FILE and --checkpoint FILE")
     import pandas
@@ -800,11 +947,11 @@ def _eval(data: Annotated[str, typer.Option(metavar="NAME_OR_PATH", help="scenes
     from debias_clip.tokens import get_tokenizer
     from debias_clip.train import images_transform
     records = _records(data, root)
-    net, name, transform = _load(model, pretrained or str(checkpoint))
+    net, name, transform, about = _load(model, pretrained or str(checkpoint), context)
     tok = get_tokenizer(name, net.context_length)
     print(pandas.DataFrame(evaluate(net, tok, images_transform(records, net, transform), records)).round(1).to_string(index=False))
     rules = {"long": "the whole caption", "short": "its independent short captions"}
-    cards = {kind: {"backbone": name} | protocol_card(records, tok, [t for several in texts for t in several], rules[kind]) for kind, texts in _text_kinds(records).items()}
+    cards = {kind: {"backbone": name} | about | protocol_card(records, tok, [t for several in texts for t in several], rules[kind]) for kind, texts in _text_kinds(records).items()}
     print("\n" + pandas.DataFrame(cards).to_string(header=len(cards) > 1))
 
 # %% ../nbs/10_runs.ipynb #8ab7af24
@@ -891,12 +1038,12 @@ def _given_models(model: str | None, given: list[str], context: int | None):
     from debias_clip.tokens import get_tokenizer
     found = []
     for name, weights in zip(_names(given), given):
-        try: net, backbone, transform = _load(None if found else model, weights, context)   # the second one may be of another backbone
+        try: net, backbone, transform, about = _load(None if found else model, weights, context)   # the second one may be of another backbone
         except ValueError:
             if not (found and model): raise
-            net, backbone, transform = _load(model, weights, context)
-        about = {"weights": Path(weights).name, "sha256": file_hash(weights)[:16]} if Path(weights).is_file() else {"weights": weights}
-        found.append((name, (net, transform, get_tokenizer(backbone, net.context_length)), about))
+            net, backbone, transform, about = _load(model, weights, context)
+        what = {"weights": Path(weights).name, "sha256": file_hash(weights)[:16]} if Path(weights).is_file() else {"weights": weights}
+        found.append((name, (net, transform, get_tokenizer(backbone, net.context_length)), what | about))
     return found
 
 def _preset_models(preset: str):
@@ -914,7 +1061,7 @@ def _diagnose(model: Annotated[str | None, typer.Option(metavar="NAME", help="Ba
               root: _Root = None,
               against: Annotated[Path | None, typer.Option(metavar="FILE", help="A second checkpoint, side by side with the first.")] = None,
               preset: Annotated[str, typer.Option(metavar="PRESET", help="Without --pretrained: whose trained models are looked at.")] = "quick",
-              context: Annotated[int | None, typer.Option(metavar="TOKENS", min=3, help="Context length of weights that are not stretched yet (default: stretched as for training).")] = None,
+              context: _Context = None,
               images: Annotated[int, typer.Option(metavar="N", min=2, help="Images at most; drawn where there are more.")] = 500,
               seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the images, orders and exchanges drawn.")] = 0,
               out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for diagnosis.html and diagnosis.json.")] = Path("report")):

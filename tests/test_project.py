@@ -3,9 +3,11 @@ import ast, json, os, re, shutil, subprocess, sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from debias_clip.keys import imports_of
 from debias_clip.runs import notebook_cells, notebook_defaults, read_preset
+from debias_clip.train import TrainConfig
 
 REPO = Path(__file__).parents[1]
 NOTEBOOKS = sorted(f for f in (REPO/"nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in f.parts)
@@ -109,6 +111,12 @@ def test_readme_is_the_index_notebook():
     try: from readme import readme
     finally: sys.path.pop(0)
     assert (REPO/"README.md").read_text(encoding="utf-8") == readme(), "run `make readme`"
+
+
+def test_the_readmes_configuration_is_one():
+    "What it leaves out are the defaults."
+    block, = re.findall(r"```yaml\n(.*?)```", (REPO/"README.md").read_text(encoding="utf-8"), re.S)
+    assert TrainConfig.from_dict(yaml.safe_load(block)) == TrainConfig(data="my_folder", init="openai")
 
 
 def test_the_index_shows_what_running_it_shows():

@@ -1,5 +1,7 @@
 """Batches of notebooks: checked before they start, cached, resumed after a kill, and never silently wrong."""
-import json, os, re, signal, subprocess, sys, time
+import ast, errno, json, os, re, signal, subprocess, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ from typer.testing import CliRunner
 
 from debias_clip import runs
 from debias_clip.results import find_checkout, read_record, run_folder, write_metrics
-from debias_clip.runs import job_state, read_preset, run_preset
+from debias_clip.runs import job_state, read_preset, run_job, run_preset
 
 REPO = Path(__file__).parents[1]
 PARAMETERS = 'out = "runs/demo"\npreset = "demo"\na = 2\nlr = 0.1\nseeds = [0]\nname = "x"'
@@ -97,12 +99,61 @@ def test_yaml_numbers_reach_the_notebook_as_numbers(checkout):
     assert checkout.run() == {"one": "done"}
 
 
-def test_unwritable_run_folder(checkout):
+def test_unwritable_run_folder(checkout, monkeypatch):
     checkout.notebook("one"); checkout.preset("experiments: [one]\n")
-    (checkout.root/"runs"/"demo"/".probe.tmp").mkdir()   # chmod would not stop root
-    with pytest.raises(ValueError, match="runs/demo cannot be written to .*make it writable"): checkout.run()
-    assert checkout.left() == [".probe.tmp"]
+    def refuse(**where): raise OSError(errno.EROFS, "Read-only file system", str(where["dir"]))
+    monkeypatch.setattr(runs.tempfile, "TemporaryFile", refuse)                       # chmod would not stop root
+    with pytest.raises(ValueError, match="runs/demo cannot be written to .Read-only file system.: make it writable"): checkout.run()
+    assert checkout.left() == []
     assert checkout.run(dry_run=True) == {"one": "to do"}   # looking writes nothing
+
+
+def test_many_commands_may_look_whether_a_folder_can_be_written(checkout):
+    with ThreadPoolExecutor(8) as pool: assert list(pool.map(lambda _: runs._check_writable(checkout.root, "runs/demo"), range(400))) == [None]*400
+    assert checkout.left() == []
+
+
+@pytest.mark.parametrize("settings, told", [
+    ("one: {arms: {A: {recipe: debias}, B: {recpie: debias}}}", "one: .*recpie"),
+    ("one: {arms: {A: {recipe: debais}}}", "one: There is no recipe 'debais'"),
+    ("one: {finetuning: {data: scenes, data_options: {split: trian}, backbone: scenes-clip, batch_size: 32, pca_dim: 8, context_length: 88, keep: 8}}", "one: data scenes: The offline world has no split 'trian'"),
+    ("one: {finetuning: {data: scenes, data_options: {spilt: train}, backbone: scenes-clip, batch_size: 32, pca_dim: 8, context_length: 88, keep: 8}}", "one: data scenes: .*spilt"),
+    ("one: {finetuning: {data: mine.csv, backbone: scenes-clip, batch_size: 32, pca_dim: 8, context_length: 88, keep: 8}}", "one: data mine.csv is not there"),
+    ("one: {finetuning: {data: sharegpt4v, root: disk, backbone: scenes-clip, batch_size: 32, pca_dim: 8, context_length: 88, keep: 8}}", "one: sharegpt4v: there is no folder disk"),
+    ("one: {tests: {t: {data: docic, root: x}}}", "one: tests: t: there is no data set 'docic'; did you mean dci or docci"),
+    ("one: {tests: {t: {data: docci}}}", "one: tests: t: where does docci lie"),
+    ("one: {tests: {t: {data: docci, rot: x}}}", "one: tests: t is .*`data` is needed, and `root` and `options`"),
+    ("one: {tests: {t: {root: x}}}", "one: tests: t is .*`data` is needed"),
+    ("one: {pretraining: {batch_size: 32}, finetuning: {batch_size: 32}}", "one: KeyError..backbone"),
+])
+def test_what_would_stop_a_notebook_after_hours_stops_it_before(checkout, settings, told):
+    "One at a time and side by side; the plan says it too."
+    experiment(checkout, "one"); checkout.notebook("two")
+    checkout.preset(f"experiments: [two, one]\n{settings}\n")
+    for start in (checkout.run, lambda: runs.run_side_by_side("demo", checkout.root)):
+        with pytest.raises(ValueError, match=told): start()
+    assert checkout.left() == []
+    preset = read_preset("demo", checkout.root)
+    if "arms" not in settings and "KeyError" not in told: assert re.search("not ready: " + told, runs.plan_text(preset, preset.jobs, {}))
+
+
+def test_everything_that_is_not_ready_is_told_at_once(checkout):
+    experiment(checkout, "one"); experiment(checkout, "two")
+    checkout.preset("experiments: [one, two]\none: {arms: {A: {recipe: debais}}}\ntwo: {tests: {x: {data: docci, root: x}, y: {data: dci, root: y}}}\n")
+    with pytest.raises(ValueError) as e: checkout.run()
+    for told in ("one: There is no recipe 'debais'", "two: tests: x: docci: there is no folder x", "two: tests: y: dci: there is no folder y"): assert told in str(e.value)
+
+
+def test_captions_that_a_trained_model_has_read_may_be_gone(checkout):
+    "Evaluation alone needs the test sets, no more."
+    experiment(checkout, "one", pretraining={})
+    checkout.preset("experiments: [one]\none: {finetuning: {data: mine.csv, backbone: scenes-clip, batch_size: 32, pca_dim: 8, context_length: 88, keep: 8}}\n")
+    job = checkout.job("one")
+    assert len(runs._not_ready([job])) == 1
+    for m in runs.planned([job]):
+        (folder := checkout.root/"runs/demo/models"/m.key).mkdir(parents=True)
+        (folder/"model.safetensors").touch()
+    assert runs._not_ready([job]) == []
 
 
 def test_unknown_preset_and_experiment(checkout):
@@ -233,6 +284,105 @@ def test_goes_on_after_a_kill(checkout):
     assert checkout.left() == ["one.ipynb", "one.json", "two.ipynb", "two.json"]
 
 
+FILES = dict(captions="mine/captions.csv", table="test.csv", weights="weights/start.pt")
+
+@pytest.mark.parametrize("changed", FILES)
+def test_a_file_that_changes_makes_a_result_stale(checkout, changed):
+    "One's own captions, named by their folder or table, and weights; a file that is gone, or whose time alone changes, does not."
+    for f in FILES.values(): (checkout.root/f).parent.mkdir(exist_ok=True); (checkout.root/f).write_text("image,caption\na.png,A. B.\n")
+    checkout.notebook("one", parameters=PARAMETERS + "\nfinetuning = {}\ntests = {}")
+    checkout.preset("experiments: [one]\none: {finetuning: {data: mine, init: weights/start.pt}, tests: {t: {data: test.csv}}}\n")
+    job = checkout.job("one")
+    assert run_job(job) is None and job_state(job) == "done"
+    file = checkout.root/FILES[changed]
+    os.utime(file, (1, 1))
+    assert job_state(job) == "done"
+    file.write_text("image,caption\na.png,A. C.\n")
+    assert job_state(job) == f"stale: files changed: {'mine' if changed == 'captions' else FILES[changed]}"
+    file.unlink()
+    assert job_state(job) == "done"
+    record = json.loads(job.file("json").read_text())
+    del record["reads"]                                                  # as records were before
+    job.file("json").write_text(json.dumps(record))
+    assert job_state(job) == "done"
+
+
+def test_a_notebook_is_run_once_at_a_time(checkout):
+    "The second command says so, and leaves what the first has begun."
+    checkout.notebook("one", "import pathlib, time\npathlib.Path('begun').touch()\nfor _ in range(600):\n    if pathlib.Path('go').exists(): break\n    time.sleep(.1)")
+    checkout.preset("experiments: [one]\n")
+    first = checkout.command("run", "demo")
+    try:
+        for _ in range(600):
+            if (checkout.root/"begun").exists(): break
+            time.sleep(.1)
+        assert checkout.run() == {"one": "failed: one is being run already, by another command: wait for it, or stop it"}
+        (checkout.root/"go").touch()
+        assert first.wait(60) == 0
+    finally: first.kill(); first.communicate()
+    assert checkout.left() == ["one.ipynb", "one.json"] and job_state(checkout.job("one")) == "done"
+
+
+def test_an_old_table_is_shown_as_old(checkout):
+    checkout.notebook("main_table"); checkout.preset("experiments: [main_table]\n")
+    checkout.run()
+    assert "\nmain_table:\n" in "\n" + runs.summary(read_preset("demo", checkout.root))
+    checkout.preset("experiments: [main_table]\nmain_table: {a: 5}\n")
+    assert "main_table (an earlier result, stale: settings changed: a):" in runs.summary(read_preset("demo", checkout.root))
+
+
+# ---- several processes
+
+TOUCH = "import os, pathlib, time\npathlib.Path('begun-{}').write_text(str(os.getpid()))\ntime.sleep({})"
+
+def side_by_side(folder, tasks, **options):
+    "A process that runs pieces of code two at a time and prints what comes back; and the processes that have begun."
+    code = f"from contextlib import closing\nfrom debias_clip.runs import _side_by_side\nwith closing(_side_by_side(2, exec, {tasks!r})) as ended:\n    for e in ended: print(e, flush=True)"
+    running = subprocess.Popen([sys.executable, "-c", code], cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(REPO)}, **options)
+    return running, lambda: {f.name[6:]: int(f.read_text()) for f in folder.glob("begun-*") if f.read_text()}
+
+def until(what, seconds=60):
+    for _ in range(10*seconds):
+        if what(): return
+        time.sleep(.1)
+    assert what()
+
+@pytest.mark.parametrize("sent, group", [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGKILL, False)])
+def test_a_command_that_ends_takes_its_workers_along(tmp_path, sent, group):
+    "By Ctrl-C, which a terminal sends to all of its processes, or killed alone: nothing else starts, and nobody stays."
+    running, begun = side_by_side(tmp_path, {i: (TOUCH.format(i, 100),) for i in range(5)}, start_new_session=True)
+    try:
+        until(lambda: len(begun()) == 2)
+        if group: os.killpg(running.pid, sent)
+        else: os.kill(running.pid, sent)
+        running.communicate(timeout=60)
+        until(lambda: not any(map(_alive, begun().values())))
+        assert sorted(begun()) == ["0", "1"]
+    finally:
+        with suppress(ProcessLookupError): os.killpg(running.pid, signal.SIGKILL)
+
+
+def test_a_worker_that_dies_takes_no_other_task_along(tmp_path):
+    "Nor does an error that no other process could read."
+    tasks = {"killed": ("import os; os.kill(os.getpid(), 9)",), "bad": ("class Odd(Exception):\n    def __init__(self, a, b): super().__init__(f'{a} at {b}')\nraise Odd('NaN', 'step 3')",)}
+    running, begun = side_by_side(tmp_path, tasks | {str(i): (TOUCH.format(i, .1),) for i in range(3)})
+    out, err = running.communicate(timeout=100)
+    ended = {e[0]: e[2] for e in map(ast.literal_eval, out.splitlines())}
+    assert running.returncode == 0, err
+    assert "code -9, killed: was there memory enough" in ended.pop("killed") and ended.pop("bad") == "Odd: NaN at step 3"
+    assert ended == {"0": None, "1": None, "2": None} == {k: None for k in begun()}
+
+
+def test_each_of_several_gpus_is_used(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [runs._one_gpu(slot)["CUDA_VISIBLE_DEVICES"] for slot in range(4)] == ["0", "1", "2", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-x,7")
+    assert [runs._one_gpu(slot)["CUDA_VISIBLE_DEVICES"] for slot in range(4)] == ["4", "GPU-x", "7", "4"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert runs._one_gpu(1) == {}
+
+
 def _alive(pid):
     try: return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z" if Path("/proc/self").exists() else os.kill(pid, 0) is None
     except OSError: return False
@@ -299,6 +449,19 @@ def test_data_show_tells_both_captions(own_captions):
     assert "long:  A red square. It fills the picture. Nothing else is there." in shown.output and "short: It fills the picture. Nothing else is there." in shown.output
     for args, told in [(("show", own_captions, "--recipe", "debia"), "did you mean debias?"), (("show", "doci"), "did you mean dci or docci?"), (("show", "docci"), "--root DIR")]:
         assert told in str(invoke("data", *args).exception)
+
+
+def test_eval_says_where_positions_were_stretched(own_captions):
+    "And measures them as they are where it is told to."
+    from debias_clip.models import _build
+    from safetensors.torch import save_file
+    import torch
+    torch.manual_seed(0)
+    save_file(_build("scenes-clip").state_dict(), own_captions/"start.safetensors")
+    base = _build("scenes-clip").base_length
+    ask = lambda *more: invoke("eval", "--model", "scenes-clip", "--pretrained", own_captions/"start.safetensors", "--data", own_captions, *more).output
+    assert re.search(rf"positions +stretched from {base} to 52, not trained since; --context {base} leaves them", ask()) and re.search(r"context length +52", ask())
+    assert "stretched" not in ask("--context", base) and re.search(rf"context length +{base}", ask("--context", base))
 
 
 def test_eval_takes_a_checkpoint_either_way(own_captions):
@@ -454,7 +617,7 @@ def test_models_are_trained_ahead_side_by_side(checkout, here):
     found = runs.train_ahead("demo", checkout.root, say=said.append)
     bad = next(k for k, m in models.items() if m.config.data == "captions.csv")
     assert found.keys() == models.keys() and [k for k, v in found.items() if v != "trained"] == [bad] and list(found)[0] == next(iter(models))
-    assert "no.png" in found[bad] and len(said) == 4 and said[-1].startswith("[4/4] ")
+    assert "no.png" in found[bad] and len(said) == 2*4 and said[-1].startswith("[4/4] ") and said[0].endswith("  training")
     logs = {f: f.stat().st_mtime_ns for f in checkout.root.glob("runs/demo/models/*/model.safetensors")}
     assert len(logs) == 3
     code, out, err = here("run", "demo", "--only", "one", "--processes", "2")
@@ -472,9 +635,34 @@ def test_notebooks_run_side_by_side(checkout, here):
     said = []
     found = runs.run_side_by_side("demo", checkout.root, say=said.append)
     assert list(found) == ["one", "two", "three"] and found["one"] == found["two"] == "done" and found["three"].startswith("failed: three failed in cell 2 of 3, `1/0`: ZeroDivisionError")
-    assert len(said) == 3 and said[-1].startswith("[3/3] ")
+    assert len(said) == 2*3 and said[-1].startswith("[3/3] ") and said[:2] == ["one  running", "two  running"]
     code, out, err = here("run", "demo", "--processes", "2")
     assert code == 1 and out.count("cached") == 2 and "failed, see above: three" in err
+
+
+def test_a_job_is_queued_again_as_often_as_its_time_is_up(tmp_path, monkeypatch):
+    "submitit does so three times of itself, and with nothing that has no `checkpoint`."
+    submitit = pytest.importorskip("submitit")
+    monkeypatch.setattr("shutil.which", lambda name, *args, **kwargs: f"/bin/{name}")
+    assert runs._executor(tmp_path, "slurm")._executor.max_num_timeout >= 1000
+    for job in (runs.TrainJob({}, "root", "models", 0), runs.NotebookJob("demo", "root", "one", False)):
+        again = job.checkpoint()
+        assert isinstance(again, submitit.helpers.DelayedSubmission) and again.function is job
+
+
+def test_nothing_is_built_on_a_model_that_was_not_trained(checkout, monkeypatch):
+    "What starts from it is not tried, nor is a notebook that needs it; the others run."
+    experiment(checkout, "one"); experiment(checkout, "two", pretraining=EXPERIMENT["pretraining"] | dict(lr=5e-3)); checkout.notebook("three")
+    checkout.preset("experiments: [one, two, three]\n")
+    jobs, tried = read_preset("demo", checkout.root).jobs, []
+    start = runs.planned(jobs)[0]
+    def pretend(processes, work, tasks, began):
+        for name in tasks: tried.append(name); yield name, None, "KeyError: disk" if name in (start.key, "one") else None
+    monkeypatch.setattr(runs, "_side_by_side", pretend)
+    found = runs.run_side_by_side("demo", checkout.root, say=lambda text: None)
+    mine, others = ({m.key for m in runs.planned([job])} for job in jobs[:2])
+    assert found == {"one": f"failed: its model {start.name} ({start.key}) was not trained; failed: KeyError: disk", "two": "done", "three": "done"}
+    assert set(tried) == {start.key} | others | {"two", "three"} and len(mine - set(tried)) == 2
 
 
 def test_every_preset_has_a_plan():
