@@ -6,7 +6,7 @@
 __all__ = ['diagnose', 'verdict', 'page', 'write_report', 'trained_arms']
 
 # %% ../nbs/09c_diagnose.ipynb #b412fe44
-import base64, html, io, json, math
+import base64, html, io, json, math, textwrap
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -37,9 +37,12 @@ def _ask(found, what, part):
         found["omitted"].append(dict(what=what, why=str(e)))
 
 def _sample(records, n, seed):
-    "(numbers of at most n records, drawn with the seed and in their order, these records)."
-    index = sorted(np.random.default_rng(seed).choice(len(records), n, replace=False).tolist()) if len(records) > n else list(range(len(records)))
-    return index, select(records, index)
+    "(numbers of at most n records of different images, drawn with the seed and in their order, these records, number of rows whose image an earlier row has)."
+    first = {}
+    for i in range(len(records)): first.setdefault(i if isinstance(records.images, np.ndarray) else str(records.images[i]), i)
+    rows = list(first.values())
+    index = [rows[k] for k in sorted(np.random.default_rng(seed).choice(len(rows), n, replace=False).tolist())] if len(rows) > n else rows
+    return index, select(records, index), len(records) - len(rows)
 
 def _having(records, least): return sum(len(c) >= least for c in records.captions)
 
@@ -78,10 +81,10 @@ def _thumbnail(image, side=160):
     return f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
 
 def _worst(model, tok, records, images, ranks, enough, index, how, n):
-    "The n captions that lose most under an order, worst first: list of dicts."
+    "The n captions that lose most under an order, those found as written first: list of dicts."
     before, after = (np.asarray(ranks[h]["t2i"]) for h in ("first2" if how == "swap2" else "full", how))
     order = np.lexsort((np.arange(len(before)), before - after, before > 0))     # found as written first, then by the fall
-    worst = [k for k in order[:n] if after[k] > before[k]]
+    worst = [k for k in order if after[k] > before[k]][:n]
     if not worst: return []
     captions = [list(records.captions[enough[k]]) for k in worst]
     score = encode_captions(model, tok, [records.text(permute(c, how)) for c in captions]) @ images[enough].T
@@ -92,22 +95,37 @@ def _worst(model, tok, records, images, ranks, enough, index, how, n):
             for k, c, o in zip(worst, captions, others)]
 
 # %% ../nbs/09c_diagnose.ipynb #30caba5f
+def _check_finite(name, index, **features):
+    "Raises ValueError where features are not finite: every part would fail in its own way."
+    for what, x in features.items():
+        bad = (~x.isfinite().all(1)).nonzero().flatten().tolist()
+        if bad: raise ValueError(f"{name}: the {what} features of {len(bad)} of {len(x)} samples are not finite ({', '.join(str(index[k]) for k in bad[:5])}{', …' if len(bad) > 5 else ''}), so nothing can be measured. "
+                                 "Look for NaN in its weights, and at its precision: load it in float32, or take a checkpoint from before its training diverged.")
+
+def _rule(records, again):
+    "How the texts are made of the captions, for the card: a data set of several independent captions an image has them as `short`, too."
+    several = again or records.short is not None and any(len(s) > 1 for s in records.short) and all(s[0].startswith(c[0]) for c, s in zip(records.captions, records.short))
+    return "the first caption of each image" if several else "the whole caption"
+
 def diagnose(model, transform, tok, records, name="model", n=500, seed=0, shuffles=8, filler="This is a photo.", worst=6, about=None):
     """Asks one model all there is to ask about how it reads captions.
 
     model, transform, tok: as for `bias.order_ranks`; records: `data.Records`, of at least two images; name: what the model is called; n: images at most, drawn with `seed`, which also decides orders and exchanges;
     shuffles: random orders; filler: what pushes captions back; worst: captions shown; about: dict of str, more lines for the protocol card.
-    Returns a dict of plain data: name, card, index, place, sentence, orders, push, matrix, attention, similarity, worst, falls, and omitted: list of {what, why}. A part that could not be measured is None. Raises ValueError for a single image.
+    Returns a dict of plain data: name, card, index, place, sentence, orders, push, matrix, attention, similarity, worst, falls, and omitted: list of {what, why}. A part that could not be measured is None. Of several rows of one image file the first counts.
+    Raises ValueError for a single image, and for image or text features that are not finite.
     """
+    index, records, again = _sample(records, n, seed)
     if len(records) < 2: raise ValueError(f"{records.name} holds a single image: there is nothing to retrieve it among. Give at least two images with their captions; intervals want some hundreds.")
-    index, records = _sample(records, n, seed)
     texts, found = [records.text(c) for c in records.captions], dict(name=name, omitted=[])
     images, ask = encode_images(model, records, transform), lambda what, part: _ask(found, what, part)
-    longest = max(cut := [n for t in texts if (n := len(tok.encode(t))) > tok.room], default=0)
+    _check_finite(name, index, image=images, text=encode_captions(model, tok, texts))
+    if again: found["omitted"].append(dict(what="other captions of an image", why=f"{again} rows name an image again and are left out: the first row of each image is measured"))
+    longest = max(cut := [k for t in texts if (k := len(tok.encode(t))) > tok.room], default=0)
     if cut: found["omitted"].append(dict(what="the end of long captions", why=f"{len(cut)} of {len(texts)} captions have more than the {tok.room} tokens that fit the context (the longest {longest}): what stands behind them is not read, in no part of this report"))
-    found["card"] = {"model": name, "backbone": getattr(model, "backbone", "unknown")} | (about or {}) | protocol_card(records, tok, texts) | {"seed": seed, "library": f"debias_clip {debias_clip.__version__}, torch {torch.__version__}"}
+    found["card"] = {"model": name, "backbone": getattr(model, "backbone", "unknown")} | (about or {}) | protocol_card(records, tok, texts, _rule(records, again)) | {"seed": seed, "library": f"debias_clip {debias_clip.__version__}, torch {torch.__version__}"}
     asked = ask("index", lambda: falls(model, transform, tok, records, seed, images))
-    found |= _read_index(found, asked)
+    found |= _read_index(found, asked, index)
     orders = ask("sentence order", lambda: _orders(model, transform, tok, records, images, found))
     found["orders"], ranks, enough = orders or (None, None, None)
     found["push"] = ask("early tokens", lambda: _push(found, model, transform, tok, records, filler, images))
@@ -120,13 +138,14 @@ def diagnose(model, transform, tok, records, name="model", n=500, seed=0, shuffl
     return _clean(found)
 
 # %% ../nbs/09c_diagnose.ipynb #b1906b0d
-def _read_index(found, asked):
-    "The index with its curves; an omission where it cannot be told."
+def _read_index(found, asked, index):
+    "The index with its curves; an omission where it cannot be told. The falls name samples by their numbers in the data set, so that two diagnoses pair the same captions."
     if asked is None: return dict(index=None, place=None, sentence=None, falls=None)
     table, protocol = asked
-    index = shortsight(table) | protocol
-    if index["why"]: found["omitted"].append(dict(what="index", why=index["why"]))
-    return dict(index=index, place=by_place(table), sentence=by_place(table, "sentence"), falls=table.round(7).to_dict("list"))
+    table = table.assign(sample=np.asarray(index)[table["sample"]])
+    told = shortsight(table) | protocol
+    if told["why"]: found["omitted"].append(dict(what="index", why=told["why"]))
+    return dict(index=told, place=by_place(table), sentence=by_place(table, "sentence"), falls=table.round(7).to_dict("list"))
 
 def _push(found, model, transform, tok, records, filler, images):
     copies, two = _copies(tok, records, filler), sum(len(c) > 1 for c in records.captions)
@@ -142,6 +161,7 @@ def _attention(model, tok, records):
 def _similarity(found, model, transform, tok, records, images):
     table = cosines(model, transform, tok, records, images)
     out = dict(cosine=first_and_whole(table), growth=growth(table), length=by_length(table), slope=slope(table))
+    if out["slope"].get("why"): found["omitted"].append(dict(what="change for ten tokens more", why=out["slope"]["why"]))
     out["added"] = _ask(found, "what each sentence adds", lambda: added(table))
     return out
 
@@ -171,11 +191,12 @@ def _scale(models):
     known = [m for m in models if m["index"] and m["index"]["value"] is not None]
     if not known: return ""
     left = min([-.05, *(m["index"]["low"] - .05 for m in known)])
-    fig, ax = plt.subplots(figsize=(4.6, .75 + .34*len(known)), layout="constrained")
+    names = [_legend(textwrap.fill(m["name"], 24)) for m in known]   # a long name would leave no room for the scale
+    fig, ax = plt.subplots(figsize=(4.6, .75 + sum(.2 + .14*(1 + n.count("\n")) for n in names)), layout="constrained")
     for i, m in enumerate(known):
         r = m["index"]
         ax.plot([r["low"], r["high"]], [i, i], color="#0072B2", lw=2); ax.plot(r["value"], i, "o", color="#0072B2", ms=7)
-    ax.set_yticks(range(len(known)), [_legend(m["name"]) for m in known]); ax.set_ylim(len(known) - .5, -.5); ax.set_xlim(left, max([1.05, *(m["index"]["high"] + .05 for m in known)]))
+    ax.set_yticks(range(len(known)), names); ax.set_ylim(len(known) - .5, -.5); ax.set_xlim(left, max([1.05, *(m["index"]["high"] + .05 for m in known)]))
     ax.axvline(0, color="grey", lw=.8); ax.axvline(1, color="grey", lw=.8); ax.set_xticks([0, .25, .5, .75, 1], ["0\nevenly", "¼", "½", "¾", "1\nonly the\nbeginning"])
     ax.spines[["top", "right", "left"]].set_visible(False)
     return _svg(fig, "; ".join(f"{m['name']}: {_interval(m['index'])}" for m in known))
@@ -186,6 +207,10 @@ def _interval(r, digits=2, sign=""):
     if not r or r["value"] is None: return "–"
     show = lambda v: f"{round(v, digits) or 0.:{sign}.{digits}f}"   # no −0.00
     return show(r["value"]) if r.get("low") is None else f"{show(r['value'])} [{show(r['low'])}, {show(r['high'])}]"
+
+def _percent(value):
+    "As printed, without digits, or with as many as it takes that less than 100 is not shown as 100."
+    return next(s for d in range(8) if float(s := f"{round(value, 6):.{d}f}") != 100 or round(value, 6) == 100)
 
 def _table(head, rows):
     "An HTML table. head: list of str; rows: lists of str, the first of which names the row."
@@ -204,36 +229,66 @@ def verdict(diagnosis):
     m, r = diagnosis, diagnosis["index"]
     if not r or r["value"] is None: return f"{m['name']}: no index; " + "; ".join(o["why"] for o in m["omitted"] if o["what"] == "index") + "."
     lean = "leans to the beginning" if r["low"] > 0 else "leans to the end" if r["high"] < 0 else "cannot be told from an even reader"
-    return (f"{m['name']}: {_interval(r)}, {lean} ({r['n']} captions, {r['asked']:.0f} % of their sentences fit the context and were asked about"
+    return (f"{m['name']}: {_interval(r)}, {lean} ({r['n']} captions, {_percent(r['asked'])} % of their sentences fit the context and were asked about"
             + "".join(f"; {n} captions {w} left out" for w, n in r["left_out"].items() if n) + ").")
 
 def _strip(strip):
     "A caption's tokens with their weights as colours."
     most = max([w for _, w, kind in strip if kind == "word"], default=1) or 1
-    shown = lambda t, w, kind: f'<span title="{100*w:.1f} %" style="background:rgba(213,94,0,{.85*w/most:.2f})">{html.escape(t)}</span>' if kind == "word" else f'<small> [{t} {100*w:.0f} %] </small>'
+    shown = lambda t, w, kind: f'<span title="{100*w:.1f} %" style="background:rgba(213,94,0,{.85*w/most:.2f})">{html.escape(t)}</span>' if kind == "word" else f'<small> [{t} {_percent(100*w)} %] </small>'
     return '<p class="strip">' + "".join(shown(*s) for s in strip) + "</p>"
 
+# %% ../nbs/09c_diagnose.ipynb #91ab43e6
+def _span(values): return f"{min(values)}" if min(values) == max(values) else f"{min(values)} to {max(values)}"
+
+def _count(m, rows, why=""):
+    'What rows of a diagnosis rest on: "360 of 500 captions (left out: of fewer than 4 sentences), 10 cut"; None for no rows. why: which captions are left out.'
+    if not rows: return None
+    n, total = [r["n"] for r in rows], m["card"]["images"]
+    without = max([r["cut"] for r in rows if "left_out" in r and "cut" in r], default=0)   # such rows leave out what is cut
+    cut = [c for r in rows if (c := r.get("truncated", None if "left_out" in r else r.get("cut"))) is not None]
+    left = [why]*bool(why) + [f"{without} cut"]*bool(without)
+    return f"{_span(n)} of {total} captions" + (f" (left out: {'; '.join(left)})" if left and min(n) < total else "") + (f", {_span(cut)} cut" if cut else "")
+
+def _counts(models, **asked):
+    "Lines on how many captions a section rests on, once where it is the same for all models. asked: what is counted -> function diagnosis -> str or None."
+    lines = []
+    for what, count in asked.items():
+        said = {m["name"]: s for m in models if (s := count(m))}
+        if said: lines.append(f"{what.replace('_', ' ')}: " + (next(iter(said.values())) if len(said) == len(models) and len(set(said.values())) == 1 else "; ".join(f"{k} – {s}" for k, s in said.items())))
+    return f'<p><small>{"<br>".join(map(html.escape, lines))}</small></p>' if lines else ""
+
+def _t2i(rows): return [r for r in rows or [] if r["direction"] == "t2i"]
+
+def _ordered(m):
+    "How many captions the paper's orders rest on."
+    return _count(m, rows := _t2i(m["orders"]), f"of fewer than {max([min_sentences(r['variant']) for r in rows], default=1)} sentences")
+
 # %% ../nbs/09c_diagnose.ipynb #1ae62ad1
-_CSS = """:root{color-scheme:light}*{box-sizing:border-box}body{font:16px/1.5 system-ui,sans-serif;color:#1a1a1a;background:#fff;margin:0}main{max-width:62rem;margin:auto;padding:1rem}
+_CSS = """:root{color-scheme:light}*{box-sizing:border-box}body{font:16px/1.5 system-ui,sans-serif;color:#1a1a1a;background:#fff;margin:0;overflow-wrap:break-word}main{max-width:62rem;margin:auto;padding:1rem}
 h1{font-size:1.6rem;line-height:1.2}h2{font-size:1.2rem;margin-top:2.2rem;border-top:1px solid #ccc;padding-top:1rem}.grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,21rem),1fr));gap:1rem}
 img.figure{width:100%;max-width:30rem;height:auto;display:block}.wide{overflow-x:auto;margin:.6rem 0}table{border-collapse:collapse;font-size:.85rem}th,td{padding:.25rem .6rem;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap}
 th[scope=row],thead th:first-child{text-align:left}.card td{text-align:left;white-space:normal}.none,small{color:#555}.strip{line-height:1.9;overflow-wrap:anywhere}.strip span{padding:.1em 0;print-color-adjust:exact;-webkit-print-color-adjust:exact}
-.worst{display:flex;gap:.8rem;align-items:flex-start;margin:.8rem 0;flex-wrap:wrap;break-inside:avoid}.worst figure{margin:0;font-size:.75rem;width:7rem}.worst img{width:7rem;height:auto;image-rendering:auto}.worst p{flex:1 1 16rem;margin:0;font-size:.9rem}mark{background:#ffe9a8}
-ul.left{padding-left:1.2rem}@media print{body{font-size:11px}main{max-width:none;padding:0}h2{break-after:avoid}img.figure,tr{break-inside:avoid}.wide{overflow:visible}}"""
+.worst{display:flex;gap:.8rem;align-items:flex-start;margin:.8rem 0;flex-wrap:wrap;break-inside:avoid}.worst figure{margin:0;font-size:.75rem;width:7rem}.worst img{width:7rem;height:auto;image-rendering:auto}.worst p{flex:1 1 16rem;min-width:0;margin:0;font-size:.9rem}mark{background:#ffe9a8}
+ul.left{padding-left:1.2rem}@media print{body{font-size:11px}main{max-width:none;padding:0}h2{break-after:avoid}img.figure,tr{break-inside:avoid}.wide{overflow:visible}th,td{white-space:normal}td,thead th{overflow-wrap:anywhere}}"""
 
 def _section(title, words, *parts): return f"<section><h2>{html.escape(title)}</h2><p>{words}</p>{''.join(parts)}</section>"
 def _grid(*figures): return f'<div class="grid">{"".join(f"<div>{f}</div>" for f in figures)}</div>'
 
 def _against(m, first):
-    "What `shortsight_difference` says of a diagnosis and the first one; None where one of them was not asked."
-    return shortsight_difference(*(pd.DataFrame(d["falls"]) for d in (m, first))) if m["falls"] and first["falls"] else None
+    "What `shortsight_difference` says of a diagnosis and the first one."
+    silent = [d["name"] for d in (m, first) if not d["falls"]]
+    if silent: return dict(value=None, low=None, high=None, n=0, left_out=0, why=f"{' and '.join(silent)} could not be asked")
+    return shortsight_difference(*(pd.DataFrame(d["falls"]) for d in (m, first)))
 
 def _headline(models):
     e = html.escape
     names, apart = " · ".join(e(m["name"]) for m in models), []
     for m in models[1:]:
         d = _against(m, models[0])
-        if d and d["value"] is not None: apart.append(f"<p><b>{e(m['name'])}</b> against {e(models[0]['name'])}, paired on {d['n']} captions: {_interval(d, sign='+')}.</p>")
+        told = f", paired on {d['n']} captions: {_interval(d, sign='+')}." if d["value"] is not None else f": no difference can be told, since {e(d['why'])}."
+        left = f" Left out are {d['left_out']} captions of which the two were asked about different numbers of sentences." if d["left_out"] else ""
+        apart.append(f"<p><b>{e(m['name'])}</b> against {e(models[0]['name'])}{told}{left}</p>")
     return (f"<h1>How short-sighted? {names}</h1><p>The index is 0 for a model that reads all places of a caption alike and 1 for one that reads only its beginning. It puts the sentences into a random order and into its reverse, so that every sentence stands "
             "as far from the beginning as from the end, exchanges one for a sentence of another image's caption, and sees how far the cosine with the image falls, place by place. In brackets: 95 % intervals over images.</p>"
             + _scale(models) + "".join(f"<p><b>{e(verdict(m))}</b></p>" for m in models) + "".join(apart)
@@ -242,41 +297,51 @@ def _headline(models):
 # %% ../nbs/09c_diagnose.ipynb #df686d11
 def _reading_parts(models):
     "Sections on place, order and pushes."
-    t2i = lambda rows: [r for r in rows or [] if r["direction"] == "t2i"]
-    moved = lambda change: lambda m: [r for r in t2i(m["matrix"]) if r["change"] == change]
+    moved = lambda change: lambda m: [r for r in _t2i(m["matrix"]) if r["change"] == change]
     recall = lambda r: _interval(dict(value=r["recall"], low=r["low"], high=r["high"]), 1)
     lost = lambda r: _interval(dict(value=r["drop"], low=r["drop_low"], high=r["drop_high"]), 1)
     yield _section("Where it reads, and what", "How much the cosine falls when a sentence is exchanged, relative to the mean of all places of the same captions (1: even). Left: by the place, whichever sentence stands there. Right: by the sentence, wherever "
         "it stands; number 1 is the first as written, usually a summary, and may rightly weigh more.",
+        _counts(models, each_point=lambda m: _count(m, [r | dict(cut=0) for r in (m["place"] or []) + (m["sentence"] or [])], "without this place, or not asked about")),
         _grid(_lines(models, lambda m: m["place"], "place", "Weight of each place relative to an even reader", "place in random order", "weight of the place", 1),
               _lines(models, lambda m: m["sentence"], "sentence", "Weight of each sentence relative to the mean of its caption", "sentence as written", "weight of the sentence", 1)))
-    orders = lambda m: [dict(k=f"{r['variant']}: {k}", v=show(r)) for k, show, rows in (("recall", recall, t2i(m["orders"])), ("lost", lost, t2i(m["orders"])[1:]), ("captions cut", lambda r: f"{r['truncated']} of {r['n']}", t2i(m["orders"]))) for r in rows]
+    orders = lambda m: [dict(k=f"{r['variant']}: {k}", v=show(r)) for k, show, rows in (("recall", recall, _t2i(m["orders"])), ("lost", lost, _t2i(m["orders"])[1:]), ("captions cut", lambda r: f"{r['truncated']} of {r['n']}", _t2i(m["orders"]))) for r in rows]
     yield _section("Order of the sentences", "Recall@1 text→image in percent on the same captions under each order, and points lost against the caption as written: <i>move</i> swaps sentences 1 and 4, <i>remove</i> drops the first, <i>first</i> keeps only it, "
-        "<i>first2</i> and <i>swap2</i> keep the first two, as written and swapped. Captions of too few sentences for one of these are left out of all. Text that the context cuts is not read, so captions cut are counted.",
+        "<i>first2</i> and <i>swap2</i> keep the first two, as written and swapped. Captions of too few sentences for one of these are left out of all. A caption that the context cuts is another text in another order, so these are counted.",
+        _counts(models, each_order=_ordered),
         _by_model(models, orders, lambda r: r["k"], lambda r: r["v"]))
     yield _section("Every order", "Left: the summary at each place, the other sentences in their order. Right: without one sentence. Below: all sentences shuffled; <i>worst</i> counts a caption only if its image is found under every shuffle, <i>best</i> if under any.",
+        _counts(models, each_order=lambda m: _count(m, rows := _t2i(m["matrix"]), f"of fewer than {max([r['place'] or 0 for r in rows], default=0)} sentences")),
         _grid(_lines(models, moved("summary at"), "place", "Recall with the summary at each place", "place of the summary", "text→image R@1, %"), _lines(models, moved("without"), "place", "Recall without each sentence", "sentence left out", "text→image R@1, %")),
         _by_model(models, moved("shuffled"), lambda r: f"shuffled, {r['order']}", lambda r: _interval(r, 1)))
     yield _section("Early tokens", "The first two sentences of the captions behind copies of a sentence that says nothing (solid), and behind as many pads (dashed), on the captions that fit the context behind the most.",
-        _lines(models, lambda m: t2i(m["push"]), "tokens", "Recall against tokens pushed, by words and by pads", "tokens pushed", "text→image R@1, %", style="by"))
+        _counts(models, each_point=lambda m: _count(m, _t2i(m["push"]), "of one sentence, or too long behind the most copies")),
+        _lines(models, lambda m: _t2i(m["push"]), "tokens", "Recall against tokens pushed, by words and by pads", "tokens pushed", "text→image R@1, %", style="by"))
 
 def _embedding_parts(models):
     "Sections on attention and on cosines."
     attention = lambda key: lambda m: m["attention"] and m["attention"][key]
     like = lambda key: lambda m: m["similarity"][key]
-    centre = lambda r: f"{_interval(dict(value=r['centre'], low=r['low'], high=r['high']))}; {r['start']:.0f} / {r['words']:.0f} / {r['end']:.0f} / {r['pads']:.0f}"
+    centre = lambda r: f"{_interval(dict(value=r['centre'], low=r['low'], high=r['high']))}; {' / '.join(_percent(r[k]) for k in ('start', 'words', 'end', 'pads'))}"
     yield _section("Attention", "Weight that the pooled token gives the words in the last layer, relative to an even reader (1). It says where a model looks, not what it makes of it. The table: where the weight on words lies (0 the first word, 1 the last) "
         "and percent of all weight on start / words / end / pads.",
+        _counts(models, each_point=lambda m: m["attention"] and _count(m, [r | dict(cut=m["attention"]["truncated"]) for r in m["attention"]["position"] + m["attention"]["sentence"]], "without a word there")),
         _grid(_lines(models, attention("position"), "position", "Attention by position", "position of the word", "weight", 1), _lines(models, attention("sentence"), "sentence", "Attention by sentence", "sentence", "weight", 1)),
         _by_model(models, attention("layer"), lambda r: f"layer {r['layer']}", centre), "<p>A caption of middle length, its tokens coloured by their weight:</p>",
         "".join(f"<h3>{html.escape(m['name'])}</h3>{_strip(m['attention']['strip'])}" for m in models if m["attention"]))
     cosine = lambda m: [dict(k=k, v=v) for r in like("cosine")(m) for k, v in ((r["text"], _interval(r, 3)), (f"{r['text']}, with other images", f"{r['others'] or 0.:.3f}"))] + [dict(k="change for ten tokens more", v=_interval(like("slope")(m), 4, "+"))]
     share = lambda r: "–" if r["share"] is None else f"{_interval(dict(value=r['share'], low=r['share_low'], high=r['share_high']), 0)} %"
     place = lambda r: f"{r['place']}{' and later' if r['last'] else ''}"
-    adds = lambda m: [dict(k=k, v=v) for r in like("added")(m) or [] for k, v in ((f"sentence {place(r)} adds", _interval(r, 3)), (f"of all that is added, for {r['words']:.0f} % of the words ({place(r)})", share(r)))]
-    yield _section("What the embedding holds", "Mean cosines with the captions' own images. Height cannot be compared between models; signs, shares and shapes can. A model that reads all of a caption comes nearer with every true sentence.",
+    adds = lambda m: [dict(k=k, v=v) for r in like("added")(m) or [] for k, v in ((f"sentence {place(r)} adds", _interval(r, 3)), (f"of all that is added, for {_percent(r['words'])} % of the words ({place(r)})", share(r)))]
+    lengths = lambda m: [dict(k=f"group {i} of {len(like('length')(m))} by length: {k}", v=v) for i, r in enumerate(like("length")(m), 1)
+                         for k, v in (("tokens", _span([r["shortest"], r["longest"]])), ("cosine", _interval(r, 3)), ("more than with other images", _interval(dict(value=r["margin"], low=r["margin_low"], high=r["margin_high"]), 3)))]
+    yield _section("What the embedding holds", "Mean cosines with the captions' own images. Height cannot be compared between models; signs, shares and shapes can. A model that reads all of a caption comes nearer with every true sentence. "
+        "The captions in groups of about equal size, from the shortest to the longest, show whether a cosine means the same at every length.",
+        _counts(models, cosine=lambda m: _count(m, like("cosine")(m)), ten_tokens_more=lambda m: _count(m, [like("slope")(m)]), each_group_by_length=lambda m: _count(m, like("length")(m)),
+                first_sentences=lambda m: _count(m, rows := like("growth")(m), f"of fewer than {len(rows)} sentences"),
+                sentence_added=lambda m: _count(m, like("added")(m), "without this place")),
         _grid(_lines(models, like("growth"), "sentence", "Cosine of the first sentences", "first sentences", "cosine with the image"), _lines(models, lambda m: like("added")(m) or [], "place", "Cosine added by each sentence", "sentence left out", "cosine it adds", 0)),
-        _by_model(models, cosine, lambda r: r["k"], lambda r: r["v"]), _by_model(models, adds, lambda r: r["k"], lambda r: r["v"]))
+        _by_model(models, lambda m: cosine(m) + lengths(m), lambda r: r["k"], lambda r: r["v"]), _by_model(models, adds, lambda r: r["k"], lambda r: r["v"]))
 
 # %% ../nbs/09c_diagnose.ipynb #2a842304
 def _worst_part(models):
@@ -290,7 +355,7 @@ def _worst_part(models):
     parts = []
     for m in models:
         parts.append(f"<h3>{html.escape(m['name'])}</h3>" + ("".join(item(r, m["worst_order"]) for r in m["worst"]) if m["worst"] else '<p class="none">' + ("None falls." if m["worst"] == [] else "Not measured: see what is omitted.") + "</p>"))
-    return _section("The worst captions", "Captions whose image falls farthest when the two marked sentences change places, first those whose image is found (rank 1) as written; shown as they stand then, with the nearest of the other images.", *parts)
+    return _section("The worst captions", "Captions whose image falls farthest when the two marked sentences change places, first those whose image is found (rank 1) as written; shown as they stand then, with the nearest of the other images.", _counts(models, asked=_ordered), *parts)
 
 def page(models):
     """The report as one HTML page, which holds all it needs.

@@ -22,20 +22,21 @@ class Exchange(NamedTuple):
     texts: tuple
 
 class _Pool:
-    "All sentences of some captions by their length in tokens."
-    def __init__(self, tok, captions):
-        rows = [(len(tok.encode(s)), i, s) for i, c in enumerate(captions) for s in c]
+    "All sentences of some records by their length in tokens, each with its image, of which a table may have several rows."
+    def __init__(self, tok, records):
+        self.images = range(len(records)) if isinstance(records.images, np.ndarray) else [str(records.images[i]) for i in range(len(records))]
+        rows = [(len(tok.encode(s)), image, s) for image, c in zip(self.images, records.captions) for s in c]
         self.rows = sorted(rows, key=lambda r: r[0])
         self.lengths = np.array([r[0] for r in self.rows])
         self.kinds = np.unique(self.lengths)
 
     def draw(self, n, caption, sample, rng, tries=20):
-        "A sentence of another caption that is not in this one, of n tokens or, where there is none, of as few less, or else as few more, as possible; None where there is none at all."
+        "A sentence of another image's caption that is not in this one, of n tokens or, where there is none, of as few less, or else as few more, as possible; None where there is none at all."
         for length in [*self.kinds[self.kinds <= n][::-1], *self.kinds[self.kinds > n]]:
             low, high = np.searchsorted(self.lengths, [length, length + 1])
             for k in low + (rng.random(tries)*(high - low)).astype(int):
-                _, other, found = self.rows[k]
-                if other != sample and found not in caption: return found
+                _, image, found = self.rows[k]
+                if image != self.images[sample] and found not in caption: return found
         return None
 
 # %% ../nbs/08d_shortsight.ipynb #f4c98b7a
@@ -50,7 +51,7 @@ def exchanges(tok, records, seed=0):
     Returns (list of `Exchange`, a random order of each caption and its reverse beside each other, with the same sentences put in; dict why -> number of captions left out; share of the sentences of the
     others that fit the context, in percent).
     """
-    pool, out, why, kept = _Pool(tok, records.captions), [], dict.fromkeys(_WHY, 0), []
+    pool, out, why, kept = _Pool(tok, records), [], dict.fromkeys(_WHY, 0), []
     for i, caption in enumerate(records.captions):
         caption, rng = list(caption), sample_rng(seed, 0, i)
         k = _fitting(tok, records, caption)
@@ -116,18 +117,22 @@ def shortsight(found, n_boot=1000, seed=0):
     return dict(value=float(a.sum()/b.sum()), low=float(low), high=float(high)) | known | dict(why=None)
 
 def shortsight_difference(found, other, n_boot=1000, seed=0):
-    """How much higher the index of one model is than that of another, on the captions that both were asked about.
+    """How much higher the index of one model is than that of another, on the captions of which both were asked about as many sentences. (A longer context holds more of them, at other places: that is no pair.)
 
-    found, other: of `falls`, with the same seed and records. Returns dict value, low, high (paired bootstrap over captions; None where either index cannot be told), n (captions in common), why (None, or str).
+    found, other: of `falls`, with the same seed and records. Returns dict value, low, high (paired bootstrap over captions; None where it cannot be told), n (captions compared),
+    left_out (captions that both were asked about, with different numbers of sentences), why (str: why there is no value, or None).
     """
-    both = np.intersect1d(found["sample"], other["sample"])
-    if len(both) < 2: return dict(value=None, low=None, high=None, n=len(both), why="the two models were asked about fewer than two captions in common")
+    k, l = (f.groupby("sample").sentences.first() for f in (found, other))
+    common = k.index.intersection(l.index)
+    both = common[(k[common] == l[common]).to_numpy(bool)]
+    none = dict(value=None, low=None, high=None, n=len(both), left_out=len(common) - len(both))
+    if len(both) < 2: return none | dict(why=f"the two models were asked about fewer than two captions in common with as many sentences ({none['left_out']} with more or fewer, as contexts of different lengths hold)")
     mine, theirs = (f[f["sample"].isin(both)] for f in (found, other))
-    for f in (mine, theirs):
-        if (w := shortsight(f, n_boot, seed)["why"]): return dict(value=None, low=None, high=None, n=len(both), why=w)
+    for which, f in (("one", mine), ("other", theirs)):
+        if (w := shortsight(f, n_boot, seed)["why"]): return none | dict(why=f"for the {which} model {w}")
     (a, b), (c, d) = _by_caption(mine), _by_caption(theirs)
     low, high = np.percentile([(w @ a)/(w @ b) - (w @ c)/(w @ d) for w in _draws(len(both), n_boot, seed)], [2.5, 97.5])
-    return dict(value=float(a.sum()/b.sum() - c.sum()/d.sum()), low=float(low), high=float(high), n=len(both), why=None)
+    return none | dict(value=float(a.sum()/b.sum() - c.sum()/d.sum()), low=float(low), high=float(high), why=None)
 
 # %% ../nbs/08d_shortsight.ipynb #3ee75326
 def by_place(found, of="place", least=10, n_boot=1000, seed=0):

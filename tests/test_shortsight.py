@@ -186,9 +186,36 @@ def test_by_hand():
     some = shortsight_difference(first[first['sample'] < 5], even[even['sample'] > 2])
     assert some['n'] == 2
     assert 'fewer than two captions in common' in shortsight_difference(first[first['sample'] < 2], even[even['sample'] > 2])['why']
-    none = shortsight_difference(table(*[[0., 0.]]*5), even)
+    none = shortsight_difference(table(*[[0.]*4]*5), even)
     assert none['value'] is None and 'does not notice' in none['why']
     assert all(r['value'] is r['low'] is None for r in by_place(table(*[[0., 0.]]*12)))
+
+
+def test_models_of_other_contexts_are_compared_on_the_same_sentences(tok, numbers):
+    "One reader has another index where it is asked about more sentences: that is no difference between models."
+    reader = Reader(tok, numbers.captions, SIGHTS[20])
+    wide, narrow = (falls(reader, torch.from_numpy, get_tokenizer('scenes-clip', n), numbers)[0] for n in (88, 36))
+    assert shortsight(wide)['value'] - shortsight(narrow)['value'] > .05
+    d, k = shortsight_difference(wide, narrow), [f.groupby('sample').sentences.first() for f in (wide, narrow)]
+    same = (k[0].reindex(k[1].index) == k[1]).sum()
+    assert abs(d['value']) < 1e-5 and d['n'] == same > 2 and d['left_out'] == len(k[1]) - same > 20 and d['why'] is None
+    short = shortsight_difference(table(*[[.3, .2]]*12), table(*[[.3, .2, .1, 0, 0, 0, 0, 0]]*12))
+    assert short['value'] is short['low'] is short['high'] is None and (short['n'], short['left_out']) == (0, 12) and '12 with more or fewer' in short['why']
+
+
+def test_foils_are_of_another_image(tok):
+    "Where a table has several rows an image, what the other row says of it is no foreign sentence."
+    own = [['A red ring.', 'It is blue.'], ['A red cross.', 'It is grey.']]
+    records = Records('rows', ['a.png', 'a.png', 'b.png', 'b.png'], own + [['A green bar is here now.', 'One white box is there.'], ['Two black moons are up.', 'They are all very small.']])
+    asked, why, _ = exchanges(tok, records)
+    for e in asked:
+        kin = {s for i, c in enumerate(records.captions) if records.images[i] == records.images[e.sample] for s in c}
+        true = [records.captions[e.sample][j] for j in e.order]
+        foils = {t.removeprefix(' '.join(true[:p])).removesuffix(' '.join(true[p + 1:])).strip() for p, t in enumerate(e.texts[1:])}
+        assert not foils & kin
+    assert len(asked) == 8
+    alone = Records('one image', ['a.png']*2, own)
+    assert exchanges(tok, alone)[1]['without a sentence to exchange'] == 2
 
 
 def test_places_that_few_captions_have_are_left_out():
