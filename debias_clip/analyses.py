@@ -93,20 +93,27 @@ def attention_rows(model, transform, tok, records, layer=-1, text=None):
     return [r | dict(truncated=read.truncated) for r in rows] + ([] if text is None else [dict(what="strip", strip=token_strip(model, tok, text, layer))])
 
 def similarity_rows(model, transform, tok, records, bins=4):
-    """Rows of `similarity`: what ("cosine", "added", "share", "growth", "length", "margin" of the same groups, "slope"), x (text, place, sentence or group), value, low, high, n and, where they belong, others, tokens, words, scores. bins: of `by_length`.
-    "6+" is the sixth place and all later ones. Shares that mean nothing are left out, and so is `added` where no caption has two sentences."""
+    """Rows of `similarity`: what ("cosine", "alone", "added", "share", "growth", "length", "margin" of the same groups, "slope"), x (text, place, sentence or group), value, low, high, n and, where they belong, others, tokens, words, left_out, cut, scores.
+    bins: of `by_length`. "6+" is the sixth place and all later ones, "60 to 75+ tokens" a group of which the context cuts some. Shares that mean nothing are left out. What no caption can tell (growth, slope, added) is a row of what "omitted" with x its name,
+    value the captions left out, which is all, n the same, and why (str)."""
     found = similarity.cosines(model, transform, tok, records)
-    rows = [dict(what="cosine", x=r["text"]) | r for r in similarity.first_and_whole(found)] + [dict(what="growth", x=r["sentence"]) | r for r in similarity.growth(found)]
+    cut = int(found.cut[found.what == "whole caption"].sum())
+    omitted = lambda x, why: dict(what="omitted", x=x, value=float(len(records)), low=None, high=None, n=len(records), left_out=len(records), cut=cut, why=why)
+    slope = dict(what="slope", x="per 10 tokens") | similarity.slope(found)
+    rows = [dict(what="cosine", x=r["text"]) | r for r in similarity.first_and_whole(found)]
+    rows += [dict(what="growth", x=r["sentence"]) | r for r in similarity.growth(found)] or [omitted("growth", f"no caption fits the context whole ({cut} do not fit)")]
     for r in similarity.by_length(found, bins):
-        group = dict(x=f"{r['shortest']} to {r['longest']} tokens")
+        span = f"{r['shortest']}" if r["shortest"] == r["longest"] else f"{r['shortest']} to {r['longest']}"
+        group = dict(x=f"{span}{'+' if r['cut'] else ''} tokens")
         rows += [dict(what="length") | group | r, dict(what="margin") | group | r | dict(value=r["margin"], low=r["margin_low"], high=r["margin_high"], scores=None)]
-    rows.append(dict(what="slope", x="per 10 tokens") | similarity.slope(found))
-    if (found.sentences > 1).any():
-        for r in similarity.added(found):
-            name = f"{r['place']}{'+' if r['last'] else ''}"
-            rows.append(dict(what="added", x=name) | r)
-            if r["share"] is not None: rows.append(dict(what="share", x=name) | r | dict(value=r["share"], low=r["share_low"], high=r["share_high"], scores=None))
-    return [r for r in rows if r["value"] is not None]
+    rows.append(omitted("slope", slope["why"]) if slope["why"] else slope)
+    try: places = [*zip(similarity.alone(found), similarity.added(found))]
+    except ValueError as e: return rows + [omitted("added", str(e))]
+    for lone, r in places:
+        name = f"{r['place']}{'+' if r['last'] else ''}"
+        rows += [dict(what="alone", x=name) | lone, dict(what="added", x=name) | r]
+        if r["share"] is not None: rows.append(dict(what="share", x=name) | r | dict(value=r["share"], low=r["share_low"], high=r["share_high"], scores=None))
+    return rows
 
 def shortsight_rows(model, transform, tok, records, seed=0):
     "Rows of `shortsight`: what ('index', 'place', 'sentence'), x (None, place or sentence), value, low, high, n. seed: of the exchanges. What cannot be told has no row."

@@ -14,6 +14,7 @@ from debias_clip.order import order_matrix
 from debias_clip.report import differences, summarise
 from debias_clip.results import write_metrics
 from debias_clip.scenes import scene_records
+from debias_clip.similarity import added, alone, cosines, growth
 from debias_clip.tokens import get_tokenizer
 
 TRANSFORM = Normalize((.5, .5, .5), (.25, .25, .25))
@@ -69,10 +70,30 @@ def test_attention_rows(asked):
     for layer in (1, 2, 3): assert np.isclose(sum(r['value'] for r in rows if r['x'] == layer and r['what'] in ('start', 'words', 'end', 'pads')), 100, atol=1e-3)
 
 
-def test_similarity_of_one_liners_leaves_out_what_sentences_add(asked):
+def test_similarity_of_one_liners_omits_what_sentences_add(asked):
     model, transform, tok, world = asked
     rows = similarity_rows(model, transform, tok, Records('one-liners', world.images, [list(c[:1]) for c in world.captions]))
-    assert {r['what'] for r in rows} == {'cosine', 'growth', 'length', 'margin', 'slope'}
+    assert {r['what'] for r in rows} == {'cosine', 'growth', 'length', 'margin', 'slope', 'omitted'}
+    assert [(r['x'], r['why'], r['value']) for r in rows if r['what'] == 'omitted'] == [('added', 'No caption has two sentences, so none can be left out.', 40)]
+
+
+def test_similarity_rows(asked):
+    rows, found = similarity_rows(*asked), cosines(*asked)
+    for what, ask in (('alone', alone), ('added', added), ('growth', growth)):
+        assert [(r['value'], r['low'], r['high'], r['n'], r['left_out'], r['cut']) for r in rows if r['what'] == what] == [(r['value'], r['low'], r['high'], r['n'], r['left_out'], r['cut']) for r in ask(found)]
+    assert [r['x'] for r in rows if r['what'] == 'alone'] == [r['x'] for r in rows if r['what'] == 'added']
+
+
+@pytest.mark.parametrize('length', [48, 28])
+def test_similarity_where_captions_are_cut(asked, length):
+    "Many or all of them: each group of lengths has a name of its own, and what no caption can tell is said."
+    model, transform, _, world = asked
+    rows = similarity_rows(create_model('scenes-clip', context_length=length, keep=8).eval(), transform, get_tokenizer('scenes-clip', length), world)
+    summarise([r | dict(seed=0) for r in rows], ['what', 'x'])
+    room, cut = length - 2, next(r['cut'] for r in rows if r['x'] == 'whole caption')
+    assert cut > 10 and [r['x'] for r in rows if r['what'] == 'length'][-1].endswith(f'{room}+ tokens') and all(r['n'] + r['left_out'] <= 40 for r in rows if r['what'] in ('growth', 'slope'))
+    assert all(r['left_out'] >= cut == r['cut'] for r in rows if r['what'] in ('alone', 'added', 'share', 'growth', 'slope'))
+    if length == 28: assert cut == 40 and {r['x'] for r in rows if r['what'] == 'omitted'} == {'growth', 'slope', 'added'} and all('40' in r['why'] for r in rows if r['what'] == 'omitted')
 
 
 def rows_of(*values): return [dict(arm=a, seed=s, test='t', value=float(np.mean(v)), scores=np.array(v, float)) for a, s, v in values]

@@ -4,12 +4,13 @@ import pandas as pd
 import pytest
 import torch
 
+from debias_clip import retrieval
 from debias_clip.captions import split_sentences
 from debias_clip.data import Normalize, Records
 from debias_clip.models import create_model
 from debias_clip.retrieval import encode_captions, encode_images
 from debias_clip.scenes import scene_records
-from debias_clip.similarity import PAPER_COSINE, added, by_length, cosines, first_and_whole, growth, slope
+from debias_clip.similarity import PAPER_COSINE, added, alone, by_length, cosines, first_and_whole, growth, slope
 from debias_clip.tokens import get_tokenizer
 
 pytestmark = pytest.mark.filterwarnings('error::UserWarning')
@@ -59,7 +60,32 @@ def test_captions_longer_than_the_context_are_marked(tower, world):
     whole = got[got.what == 'whole caption']
     assert whole.cut.tolist() == [len(tok.encode(' '.join(c))) > tok.room for c in world.captions] and whole.cut.any() and got.tokens.max() == tok.room
     assert sum(r['cut'] for r in by_length(got)) == whole.cut.sum() and [r['cut'] for r in first_and_whole(got)] == [got[(got.what == 'sentence') & (got.sentence == 1)].cut.sum(), whole.cut.sum(), whole.cut.sum()]
-    assert growth(got)[-1]['cut'] == got[(got.what == 'first sentences') & (got.sentences >= growth(got)[-1]['sentence']) & (got.sentence == growth(got)[-1]['sentence'])].cut.sum()
+    rows = growth(got) + added(got) + alone(got) + [slope(got)]
+    assert {r['cut'] for r in rows} == {whole.cut.sum()} and growth(got)[0]['n'] + growth(got)[0]['left_out'] == 24 == added(got)[0]['n'] + added(got)[0]['left_out']
+
+
+def test_captions_that_are_cut_change_nothing_of_the_others(tower, world):
+    "What is told of sentences and of length is what the captions that fit tell by themselves."
+    name = 'scenes-clip' if tower[1].family == 'clip' else 'scenes-siglip'
+    model, tok = create_model(name, context_length=28).eval(), get_tokenizer(name, 28)
+    fit = [i for i, c in enumerate(world.captions) if len(tok.encode(' '.join(c))) <= tok.room]
+    got, alike = cosines(model, TRANSFORM, tok, world), cosines(model, TRANSFORM, tok, Records('fit', world.images[fit], [world.captions[i] for i in fit]))
+    assert 2 < len(fit) < 20 and any(len(world.captions[i]) > 1 for i in fit)
+    for ask in (lambda f: growth(f), lambda f: added(f, 3), lambda f: alone(f, 3), lambda f: [slope(f)]):
+        for a, b in zip(ask(got), ask(alike), strict=True):
+            assert a['n'] == b['n'] and a['left_out'] - b['left_out'] == a['cut'] == 24 - len(fit) and b['cut'] == 0
+            assert all(np.isclose(a[k], b[k], atol=1e-6) for k in ('value', 'low', 'high', 'share', 'words', 'tokens') if a.get(k) is not None)
+
+
+def test_every_text_is_tokenised_and_encoded_once(tower, world, monkeypatch):
+    model, tok = tower
+    read, encoded, encode = [], [], retrieval.encode_texts
+    class Counting:
+        def __getattr__(self, name): return getattr(tok, name)
+        def encode(self, text): read.append(text); return tok.encode(text)
+    monkeypatch.setattr(retrieval, 'encode_texts', lambda model, rows, **more: encoded.extend(rows.tolist()) or encode(model, rows, **more))
+    cosines(model, TRANSFORM, Counting(), world, torch.zeros(24, 128))
+    assert sorted(read) == sorted({w[2] for c in world.captions for w in texts_of(c)}) and len({tuple(r) for r in encoded}) == len(encoded) == len({tuple(tok.encode(t)) for t in read})
 
 
 def test_period_captions_keep_their_full_stops(tower, world):
@@ -82,10 +108,13 @@ def test_first_and_whole(found, world):
 
 
 def test_growth_is_of_the_same_captions(found):
-    rows = growth(found, least=5)
+    rows = growth(found)
     lengths = found[found.what == 'whole caption'].sentences
     k = rows[-1]['sentence']
-    assert (lengths >= k).sum() >= 5 and ((lengths >= k + 1).sum() < 5) and {r['n'] for r in rows} == {(lengths >= k).sum()} and [r['sentence'] for r in rows] == list(range(1, k + 1))
+    assert (lengths >= k).sum() >= 8 and (lengths >= k + 1).sum() < 8 and {r['n'] for r in rows} == {(lengths >= k).sum()} and [r['sentence'] for r in rows] == list(range(1, k + 1))
+    assert {(r['left_out'], r['cut']) for r in rows} == {((lengths < k).sum(), 0)}
+    few = found[found['sample'].isin([0, 1, 4])]                                       # one, two and five sentences: a third has five, but one caption is too few
+    assert [(r['sentence'], r['n']) for r in growth(few)] == [(1, 2), (2, 2)] and [r['n'] for r in growth(found[found['sample'] == 1])] == [1, 1]
 
 
 def test_by_length(found):
@@ -97,7 +126,17 @@ def test_by_length(found):
     assert np.isclose(rows[0]['margin'], np.mean([c - o for c, o in zip(first.cosine, first.others)])) and np.isclose(rows[0]['margin'], rows[0]['value'] - rows[0]['others']) and rows[0]['margin_low'] < rows[0]['margin'] < rows[0]['margin_high']
 
 
-def made(*captions, whole=None):
+def test_groups_of_length_are_told_apart(found):
+    "Of distinct lengths, each caption in one, however many are of one length or cut to it."
+    for tokens in ([7]*24, [3]*20 + [9]*4, [3] + [26]*23, list(range(24)), [5]*7 + [6]*7 + [8]*10):
+        rows = by_length(found[found.what == 'whole caption'].assign(tokens=tokens))
+        groups = [set(range(r['shortest'], r['longest'] + 1)) for r in rows]
+        assert 1 <= len(rows) <= min(4, len(set(tokens))) and sum(r['n'] for r in rows) == 24
+        assert all(sum(t in g for g in groups) == 1 for t in tokens) and [r['n'] for r in rows] == [sum(t in g for t in tokens) for g in groups]
+    assert [r['n'] for r in by_length(found[found.what == 'whole caption'].assign(tokens=range(24)))] == [6]*4
+
+
+def made(*captions):
     "Rows of captions given as lists of (words, what a sentence adds)."
     rows = []
     for i, c in enumerate(captions):
@@ -114,6 +153,43 @@ def test_added_by_hand():
     assert [r['place'] for r in rows] == [1, 2] and not any(r['last'] for r in rows) and all(r['left_out'] == 1 and r['n'] == 2 for r in rows)
     assert np.allclose([r['value'] for r in rows], [.2, .1]) and np.allclose([r['share'] for r in rows], [100*.4/.6, 100*.2/.6]) and np.allclose([r['words'] for r in rows], [37.5, 62.5])
     assert all(r['share_low'] <= r['share'] <= r['share_high'] for r in rows)
+
+
+def reader(captions, room):
+    "Cosines of an even reader of captions (lists of words a sentence) that sees the first `room` words: 0.01 for each."
+    rows = []
+    for i, c in enumerate(captions):
+        texts = [('whole caption', 0, c), *((what, j, t) for j in range(1, len(c) + 1) for what, t in (('sentence', [c[j - 1]]), ('first sentences', c[:j]), ('without sentence', c[:j - 1] + c[j:])))]
+        rows += [(i, len(c), what, j, min(sum(t), room), sum(t) > room, .01*min(sum(t), room)) for what, j, t in texts]
+    return pd.DataFrame(rows, columns=['sample', 'sentences', 'what', 'sentence', 'tokens', 'cut', 'cosine']).assign(others=0.)
+
+
+def test_what_is_cut_is_not_taken_for_short_sight():
+    "An even reader of captions of which half are cut is even."
+    found = reader([[5]*4]*10 + [[4]*2]*10 + [[5]*12]*20, room=30)
+    assert [(r['place'], r['n'], r['left_out'], r['cut']) for r in added(found)] == [(1, 20, 20, 20), (2, 20, 20, 20), (3, 10, 20, 20), (4, 10, 20, 20)]
+    assert np.allclose([r['value'] for r in added(found)], [.045, .045, .05, .05]) and np.allclose([r['value'] for r in growth(found)], [.05, .1, .15, .2])
+    assert all(np.isclose(r['share'], r['words']) for r in added(found))
+    assert np.isclose(slope(found)['value'], .1) and (slope(found)['n'], slope(found)['left_out']) == (20, 20)
+
+
+def test_where_no_caption_fits_nothing_is_told():
+    found = reader([[5]*12]*20, room=30)
+    assert growth(found) == [] and slope(found)['value'] is None and 'no caption fits the context whole (20 do not fit)' == slope(found)['why'] and slope(found)['n'] == 0
+    for ask in (added, alone):
+        with pytest.raises(ValueError, match=r'No caption of two sentences fits the context whole \(20 of 20'): ask(found)
+    assert [(r['n'], r['cut'], r['shortest'], r['longest']) for r in by_length(found)] == [(20, 20, 30, 30)]
+
+
+def test_alone_is_of_the_captions_and_places_of_added(found):
+    rows, beside = alone(found, 5), added(found, 5)
+    same = ('place', 'last', 'n', 'left_out', 'cut')
+    assert [[r[k] for k in same] for r in rows] == [[r[k] for k in same] for r in beside] and rows[-1]['last']
+    each = found[(found.what == 'sentence') & (found.sentences > 1)]
+    for r in rows:
+        here = each[each.sentence >= r['place']] if r['last'] else each[each.sentence == r['place']]
+        own, others = ([np.mean([t for s, t in zip(here['sample'], here[k]) if s == i]) for i in sorted(set(here['sample']))] for k in ('cosine', 'others'))
+        assert np.isclose(r['value'], np.mean(own)) and np.isclose(r['others'], np.mean(others)) and np.isclose(r['margin'], r['value'] - r['others']) and r['low'] <= r['value'] <= r['high']
 
 
 def test_added_is_that_of_a_loop():
@@ -152,7 +228,7 @@ def test_a_share_of_nothing_is_none(adds):
 def test_slope():
     line = made(*[[(n, .001*n)] for n in range(10, 60)])
     assert np.allclose([slope(line)[k] for k in ('value', 'low', 'high')], .01)
-    assert slope(made(*[[(10, .1)]]*5)) == dict(value=None, low=None, high=None, n=5)
+    assert slope(made(*[[(10, .1)]]*5)) == dict(value=None, low=None, high=None, n=5, left_out=0, cut=0, why='all captions that fit the context are of one length')
     some = [(int(n), float(c)) for n, c in np.random.default_rng(2).normal((40, .3), (12, .1), (80, 2)) if n >= 1]
     assert np.isclose(slope(made(*[[x] for x in some]))['value'], 10*np.polyfit(*zip(*some), 1)[0])
     flat = slope(made(*[[(n, float(x))] for n, x in zip(range(100), np.random.default_rng(1).normal(size=100))]))
