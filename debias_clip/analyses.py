@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COLOURS', 'measure_arms', 'rank_rows', 'push_rows', 'pair_rows', 'matrix_rows', 'as_rows', 'attention_rows',
-           'similarity_rows', 'shortsight_rows', 'paired', 'curves']
+           'similarity_rows', 'shortsight_rows', 'counted', 'with_counts', 'paired', 'curves']
 
 # %% ../nbs/09b_analyses.ipynb #dfa12233
 import matplotlib.pyplot as plt
@@ -16,7 +16,7 @@ from . import similarity
 from .attention import by_layer, by_position, by_sentence, mean_interval, read_captions, token_strip
 from .bias import order_ranks, push_ranks
 from .order import order_matrix, shuffle_hits
-from .report import _rows, for_backbone, test_records
+from .report import _rows, for_backbone, summarise, test_records
 from .results import run_folder
 from .retrieval import seed_interval
 from .shortsight import by_place, falls, shortsight
@@ -82,14 +82,17 @@ def as_rows(frame, **more):
     return [more | {k: (None if isinstance(v, float) and np.isnan(v) else v) for k, v in r.items()} for r in frame.to_dict("records")]
 
 def attention_rows(model, transform, tok, records, layer=-1, text=None):
-    """Rows of what the pooled token reads: what ("position", "sentence": relative to an even reader; "centre": where the weight on words lies, "start", "words", "end", "pads": percent, by layer), x (position, sentence or layer), and value, low, high, n,
-    truncated. layer: of position, sentence and strip. text: a caption (str) whose `token_strip` is added as a row of what "strip" (None: none). transform is not used."""
+    """Rows of what the pooled token reads: what ("position", "sentence": relative to an even reader; "layers": as "sentence", in every layer; "centre": where the weight on words lies, "start", "words", "end", "pads": percent, by layer), x (position, sentence or layer), layer (from 1), and value,
+    low, high, n, truncated. layer: of position, sentence and strip. text: a caption (str) whose `token_strip` is added as a row of what "strip" (None: none). transform is not used."""
     read = read_captions(model, tok, records.captions, records.joiner)
-    layers, more = by_layer(read), dict(n=len(records), truncated=read.truncated)
-    rows = as_rows(by_position(read, layer).rename(columns=dict(position="x")), what="position") + as_rows(by_sentence(read, layer).rename(columns=dict(sentence="x")), what="sentence")
-    for r in layers.to_dict("records"):
-        rows.append(dict(what="centre", x=int(r["layer"]), value=r["centre"], low=r["low"], high=r["high"]) | more)
-        rows += [dict(what=k, x=int(r["layer"]), value=r[k], low=None, high=None) | more for k in ("start", "words", "end", "pads")]
+    numbers = range(1, read.weights.shape[1] + 1)
+    each = [as_rows(by_sentence(read, n - 1).rename(columns=dict(sentence="x")), layer=n) for n in numbers]
+    rows = as_rows(by_position(read, layer).rename(columns=dict(position="x")), what="position", layer=numbers[layer])
+    rows += [dict(what="sentence") | r for r in each[layer]] + [dict(what="layers") | r for several in each for r in several]
+    for r in by_layer(read).to_dict("records"):
+        more = dict(x=int(r["layer"]), layer=int(r["layer"]), n=len(records))
+        rows.append(dict(what="centre", value=r["centre"], low=r["low"], high=r["high"]) | more)
+        rows += [dict(what=k, value=r[k], low=None, high=None) | more for k in ("start", "words", "end", "pads")]
     return [r | dict(truncated=read.truncated) for r in rows] + ([] if text is None else [dict(what="strip", strip=token_strip(model, tok, text, layer))])
 
 def similarity_rows(model, transform, tok, records, bins=4):
@@ -120,6 +123,22 @@ def shortsight_rows(model, transform, tok, records, seed=0):
     found, _ = falls(model, transform, tok, records, seed)
     rows = [dict(what="index", x=None) | shortsight(found)] + [dict(what=of, x=r[of]) | r for of in ("place", "sentence") for r in by_place(found, of)]
     return [r for r in rows if r["value"] is not None]
+
+# %% ../nbs/09b_analyses.ipynb #a3d94b60
+def counted(rows, by):
+    """`report.summarise`, with the captions that were left out or cut beside each mean.
+
+    rows, by: as there, the rows with left_out (captions not scored) and truncated (those that the context cut), or one of them. Returns its DataFrame with these columns, the most of any seed."""
+    frame = pd.DataFrame(rows)
+    return summarise(rows, by).join(frame.groupby(by)[[c for c in ("left_out", "truncated") if c in frame]].max(), on=by)
+
+def with_counts(shown, summary):
+    """A table of `report.table` with the captions behind each row: n (scored), left out, and cut (scored by what the context holds of them), the most of any column.
+
+    shown: its table; summary: of `counted`, the part that the table shows or was computed of. Returns a DataFrame whose index are the labels of the rows."""
+    by = [c for c in shown if c in summary]
+    most = summary.groupby(by)[[c for c in ("n", "left_out", "truncated") if c in summary]].max()
+    return shown.join(most.rename(columns=dict(left_out="left out", truncated="cut")), on=by).set_index(by)
 
 # %% ../nbs/09b_analyses.ipynb #062e1152
 def paired(rows, base, by, column="arm"):

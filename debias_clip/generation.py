@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['OWN', 'Question', 'photographs', 'scene_questions', 'asked_pictures', 'random_pipeline', 'load_pipeline', 'embed',
-           'generate', 'seen', 'recognised', 'sees', 'second_model', 'arm_models', 'ask_arms', 'questions_of',
-           'what_it_means', 'picture_grid']
+           'generate', 'seen', 'recognised', 'sees', 'second_model', 'arm_models', 'ask_arms', 'place_costs',
+           'questions_of', 'what_it_means', 'picture_grid']
 
 # %% ../nbs/08f_generation.ipynb #12b2360b
 from contextlib import contextmanager
@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import torch
 from PIL import Image
 from scipy import stats
@@ -21,7 +22,7 @@ from .captions import split_sentences
 from .export import _need, to_diffusers
 from .models import create_model, create_model_and_transforms
 from .results import run_folder
-from .retrieval import encode_captions
+from .retrieval import encode_captions, seed_interval
 from .scenes import COLOURS, GROUNDS, PLACES, SHAPES, draw_scenes, render
 from .tokens import get_tokenizer, model_config
 from .train import TrainConfig, arm_config, starting_model, train
@@ -200,11 +201,24 @@ def seen(judge, pictures, questions, asked):
         out.append(int((fit >= fit[k]).sum()) - 1)
     return np.array(out)
 
+# %% ../nbs/08f_generation.ipynb #6b94e7f3
 def recognised(found, questions, asked):
-    """One row of what `seen` returned: value, low, high (percent of pictures in which the asked was recognised, with Wilson's 95 % interval over pictures), n, chance (percent), hits (bool [n]), image_of (int [n]: the question of each)."""
-    hits = np.asarray(found) == 0
-    low, high = stats.binomtest(int(hits.sum()), len(hits)).proportion_ci(method="wilson")
-    return dict(value=100*float(hits.mean()), low=100*float(low), high=100*float(high), n=len(hits), chance=100*float(np.mean([1/len(questions[q].options) for q, _ in asked])), hits=hits, image_of=np.array([q for q, _ in asked]))
+    """One row of what `seen` returned: value, low, high (percent of pictures in which the asked was recognised, all questions counting alike, with its 95 % interval over questions; None for a single one), n (pictures),
+    chance (percent), shares (float [questions], the percentage of each)."""
+    hits, of = np.asarray(found) == 0, np.array([q for q, _ in asked])
+    shares = np.array([hits[of == q].mean() for q in np.unique(of)])
+    low, high = _over_questions(shares, len(hits)/len(shares))
+    return dict(value=100*float(shares.mean()), low=low, high=high, n=len(hits), chance=100*float(np.mean([1/len(questions[q].options) for q in np.unique(of)])), shares=100*shares)
+
+def _over_questions(shares, pictures):
+    "95 % interval (percent) of the mean of shares [questions], each of so many pictures: Wilson's for as many pictures as would be independent, with t of the questions."
+    # a plain t-interval over eight shares misses a true 1/8 twice as often as it may, and has no width where all is recognised
+    k, m = len(shares), shares.mean()
+    if k < 2: return None, None
+    alike = np.clip(shares.var(ddof=1)/(m*(1 - m)) if 0 < m < 1 else 1, 1/pictures, 1)   # 1: all pictures of a question tell the same
+    t, n = stats.t.ppf(.975, k - 1), k/alike
+    middle, half = (m + t*t/(2*n))/(1 + t*t/n), t/(1 + t*t/n)*np.sqrt(m*(1 - m)/n + t*t/(4*n*n))
+    return 100*float(max(middle - half, 0)), 100*float(min(middle + half, 1))
 
 def sees(judge, n=40, seed=0):
     """What a second model recognises in pictures of the offline world that certainly show it. judge: as in `seen`; n: scenes, each in all colours; seed: of `scene_questions`. Returns a row as `recognised`."""
@@ -258,6 +272,18 @@ def ask_arms(models, pipeline, judge, questions, places=("late", "early"), noise
             rows.append(dict(arm=name, seed=seed, text=place, truncated=cut) | recognised(seen(judge, pictures, questions, pairs), questions, pairs))
             shown.setdefault((name, place), pictures[:keep])
     return rows, shown
+
+# %% ../nbs/08f_generation.ipynb #1f0ad7c5
+def place_costs(rows, base="early"):
+    """How much more is recognised with the detail at other places than at `base`, paired by question, or by seed where there are several, with 95 % t-intervals.
+
+    rows: of `ask_arms`; base: its place. Returns a DataFrame that `report.reading` puts into words: text, arm, value, low, high (points; NaN for a single question), seeds, interval ("over questions", "over seeds").
+    """
+    of_base, gains = {(r["arm"], r["seed"]): r["shares"] for r in rows if r["text"] == base}, {}
+    for r in rows:
+        if r["text"] != base: gains.setdefault((r["text"], r["arm"]), []).append(r["shares"] - of_base[r["arm"], r["seed"]])
+    found = [(text, arm, *seed_interval(each[0] if len(each) == 1 else np.mean(each, 1)), len(each), "over questions" if len(each) == 1 else "over seeds") for (text, arm), each in gains.items()]
+    return pd.DataFrame(found, columns=["text", "arm", "value", "low", "high", "seeds", "interval"]).astype(dict(low=float, high=float))
 
 def questions_of(prompts, n=None, options=None):
     """The questions that an experiment's parameters name.

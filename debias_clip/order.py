@@ -35,20 +35,22 @@ def shuffled(sentences, seed, draw, sample):
 
 # %% ../nbs/08b_order.ipynb #81c6a5ac
 def order_matrix(model, transform, tok, records, places=4, shuffles=8, seed=0, images=None):
-    """Ranks of the same images and captions with the summary at each place, without each sentence, and under shuffles.
+    """Ranks of the captions that fit the context whole, and of their images, with the summary at each place, without each sentence, and under shuffles.
 
     model, transform, tok, records, images: as in `bias.order_ranks`; places: int, at least 2; shuffles: int; seed: of them.
-    Returns (dict (change, place) -> what `retrieval.ranks` returns and `truncated`: int; number of captions left out), with change "summary at" (at 1: as written), "without" or "shuffle" (there the
-    number of the draw). Raises ValueError for fewer than two places, or where fewer than two captions have so many sentences.
+    Returns (dict (change, place) -> what `retrieval.ranks` returns and `truncated`: int, texts that the context cut all the same; number of captions left out, of fewer sentences or too long),
+    with change "summary at" (at 1: as written), "without" or "shuffle" (there the number of the draw). Raises ValueError for fewer than two places, or where fewer than two captions have so many sentences and fit.
     """
     if places < 2: raise ValueError(f"places={places}: an order needs at least two places.")
     enough = _enough(records, places)
-    images, kept = _features(model, transform, records, enough, images)
+    fits = [i for i in enough if len(tok.encode(records.text(records.captions[i]))) <= tok.room]
+    if len(fits) < 2: raise ValueError(f"{records.name}: {len(fits)} of the {len(enough)} captions of {places} sentences or more fit {tok.context_length} tokens, and retrieval needs two images: take a model of a longer context or shorter captions.")
+    images, kept = _features(model, transform, records, fits, images)
     change = {("summary at", p): lambda c, i, p=p: place_summary(c, p) for p in range(1, places + 1)}
     change |= {("without", p): lambda c, i, p=p: leave_out(c, p) for p in range(1, places + 1)}
     change |= {("shuffle", d): lambda c, i, d=d: shuffled(c, seed, d, i) for d in range(shuffles)}
-    texts = {name: [records.text(f(c, i)) for c, i in zip(kept.captions, enough)] for name, f in change.items()}
-    return {name: _ranks(images, tok, lambda: encode_captions(model, tok, t)) for name, t in texts.items()}, len(records) - len(enough)
+    texts = {name: [records.text(f(c, i)) for c, i in zip(kept.captions, fits)] for name, f in change.items()}
+    return {name: _ranks(images, tok, lambda: encode_captions(model, tok, t)) for name, t in texts.items()}, len(records) - len(fits)
 
 # %% ../nbs/08b_order.ipynb #195af588
 def shuffle_hits(found, k=1):

@@ -79,6 +79,19 @@ def test_agrees_with_the_papers_orders(tower, world):
         assert all((found[mine][d] == known[theirs][d]).all() for d in ('t2i', 'i2t')) and found[mine]['truncated'] == known[theirs]['truncated']
 
 
+def test_captions_that_do_not_fit_are_left_out(tower, world):
+    "Every order would cut other words from them."
+    name = 'scenes-clip' if tower[1].family == 'clip' else 'scenes-siglip'
+    small, tok = create_model(name, context_length=36, keep=8).eval(), get_tokenizer(name, 36)
+    fits = [i for i, c in enumerate(world.captions) if len(c) >= 2 and len(tok.encode(' '.join(c))) <= tok.room]
+    assert 2 <= len(fits) < sum(len(c) >= 2 for c in world.captions)
+    found, left_out = order_matrix(small, TRANSFORM, tok, world, places=2, shuffles=2)
+    assert left_out == 30 - len(fits) and all(len(r['t2i']) == len(r['i2t']) == len(fits) and r['truncated'] == 0 for r in found.values())
+    alone, none = order_matrix(small, TRANSFORM, tok, Records('mixed', world.images[fits], [world.captions[i] for i in fits]), places=2, shuffles=0)
+    assert none == 0 and all((found[k][d] == r[d]).all() for k, r in alone.items() for d in ('t2i', 'i2t'))
+    with pytest.raises(ValueError, match=r'mixed: [01] of the \d+ captions of 4 sentences or more fit 36 tokens'): order_matrix(small, TRANSFORM, tok, world, places=4)
+
+
 def test_shuffle_hits_by_hand():
     draws = [dict(t2i=np.array(r), i2t=np.zeros(4)) for r in ([0, 0, 3, 9], [0, 2, 0, 9], [0, 0, 0, 9])]
     found = {('summary at', 1): draws[0]} | {('shuffle', d): r for d, r in enumerate(draws)}
