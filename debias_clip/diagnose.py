@@ -161,6 +161,7 @@ def _attention(model, tok, records):
 def _similarity(found, model, transform, tok, records, images):
     table = cosines(model, transform, tok, records, images)
     out = dict(cosine=first_and_whole(table), growth=growth(table), length=by_length(table), slope=slope(table))
+    if not out["growth"]: found["omitted"].append(dict(what="first sentences", why=f"none of {len(records)} captions fits the context whole"))
     if out["slope"].get("why"): found["omitted"].append(dict(what="change for ten tokens more", why=out["slope"]["why"]))
     out["added"] = _ask(found, "what each sentence adds", lambda: added(table))
     return out
@@ -310,8 +311,8 @@ def _reading_parts(models):
         "<i>first2</i> and <i>swap2</i> keep the first two, as written and swapped. Captions of too few sentences for one of these are left out of all. A caption that the context cuts is another text in another order, so these are counted.",
         _counts(models, each_order=_ordered),
         _by_model(models, orders, lambda r: r["k"], lambda r: r["v"]))
-    yield _section("Every order", "Left: the summary at each place, the other sentences in their order. Right: without one sentence. Below: all sentences shuffled; <i>worst</i> counts a caption only if its image is found under every shuffle, <i>best</i> if under any.",
-        _counts(models, each_order=lambda m: _count(m, rows := _t2i(m["matrix"]), f"of fewer than {max([r['place'] or 0 for r in rows], default=0)} sentences")),
+    yield _section("Every order", "Left: the summary at each place, the other sentences in their order. Right: without one sentence. Below: all sentences shuffled; <i>worst</i> counts a caption only if its image is found under every shuffle, <i>best</i> if under any. Captions that the context cuts are left out: in another order they would be another text.",
+        _counts(models, each_order=lambda m: _count(m, rows := _t2i(m["matrix"]), f"of fewer than {max([r['place'] or 0 for r in rows], default=0)} sentences, or longer than the context")),
         _grid(_lines(models, moved("summary at"), "place", "Recall with the summary at each place", "place of the summary", "text→image R@1, %"), _lines(models, moved("without"), "place", "Recall without each sentence", "sentence left out", "text→image R@1, %")),
         _by_model(models, moved("shuffled"), lambda r: f"shuffled, {r['order']}", lambda r: _interval(r, 1)))
     yield _section("Early tokens", "The first two sentences of the captions behind copies of a sentence that says nothing (solid), and behind as many pads (dashed), on the captions that fit the context behind the most.",
