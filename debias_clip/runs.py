@@ -633,6 +633,7 @@ def _side_by_side(processes: int, work, tasks: dict, began=lambda name: None):
                 yield name, *answer
     finally: _stop_workers([w for w in workers.values() if w], bool(busy))
 
+# %% ../nbs/10_runs.ipynb #c84e2b19
 def train_ahead(preset, root=None, force: bool = False, only: Iterable[str] = (), processes: int = 2, say=_say) -> dict[str, str]:
     """Trains the models that a preset's notebooks lack, several at a time, each in a process of its own with its share of the cores.
 
