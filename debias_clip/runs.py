@@ -431,14 +431,22 @@ def _not_ready(jobs: list[Job]) -> list[str]:
     "What would stop notebooks after hours, in words: settings that a model refuses, and data that are not there."
     wrong = []
     for job in jobs:
-        if not {"arms", "tests"} & job.parameters.keys(): continue   # nothing to look at: what is slow to import is not imported
         try: models = planned([job])
         except (ValueError, TypeError, KeyError) as e: wrong.append(f"{job.name}: {e if isinstance(e, ValueError) else repr(e)}"); continue
         wrong += dict.fromkeys(f"{job.name}: {w}" for w in _wrong_sets(job, models))
     return wrong
 
 def _check_ready(jobs: list[Job]) -> None:
-    if wrong := _not_ready(jobs): raise ValueError(f"{jobs[0].out}/params.yaml cannot be run here:\n" + "\n".join(f"  - {w}" for w in wrong))
+    "Raises ValueError listing it."
+    jobs = [job for job in jobs if {"arms", "tests"} & job.parameters.keys()]
+    if not jobs: return
+    if "torch" in sys.modules: wrong = _not_ready(jobs)
+    else:   # asked of a process that ends: what it imports would lie in half a gigabyte of memory here, beside the kernels
+        ask = "import json, sys; from debias_clip import runs; print(json.dumps(runs._not_ready([j for j in runs.read_preset(*sys.argv[1:3]).jobs if j.name in sys.argv[3:]])))"
+        told = subprocess.run([sys.executable, "-c", ask, str(jobs[0].root/jobs[0].out), str(jobs[0].root), *(job.name for job in jobs)], capture_output=True, text=True)
+        if told.returncode: raise RuntimeError(told.stderr)
+        wrong = json.loads(told.stdout.splitlines()[-1])
+    if wrong: raise ValueError(f"{jobs[0].out}/params.yaml cannot be run here:\n" + "\n".join(f"  - {w}" for w in wrong))
 
 # %% ../nbs/10_runs.ipynb #9c2d03fd
 def _say(text: str) -> None: print(text, flush=True)   # at once, also into a pipe or a log

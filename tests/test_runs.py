@@ -144,6 +144,14 @@ def test_everything_that_is_not_ready_is_told_at_once(checkout):
     for told in ("one: There is no recipe 'debais'", "two: tests: x: docci: there is no folder x", "two: tests: y: dci: there is no folder y"): assert told in str(e.value)
 
 
+def test_looking_costs_the_command_no_memory(checkout):
+    "What is large is imported by a process that ends."
+    experiment(checkout, "one", tests={"t": {"data": "docci", "root": "x"}}); checkout.preset("experiments: [one]\n")
+    code = "import sys\nfrom debias_clip.runs import run_preset\ntry: run_preset('demo')\nexcept ValueError as e: print(e, 'torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], cwd=checkout.root, text=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(REPO)}, timeout=300)
+    assert "one: tests: t: docci: there is no folder x False" in told.stdout, told.stderr
+
+
 def test_captions_that_a_trained_model_has_read_may_be_gone(checkout):
     "Evaluation alone needs the test sets, no more."
     experiment(checkout, "one", pretraining={})
@@ -722,7 +730,7 @@ def test_jobs_that_wait_are_told_to_slurm(checkout, monkeypatch):
     experiment(checkout, "one"); checkout.preset("experiments: [one]\n")
     given = []
     class Noting:
-        def __init__(self, folder, cluster): self.parameters = {}
+        def __init__(self, folder, cluster, slurm_max_num_timeout): self.parameters = {}
         def update_parameters(self, **kwargs): self.parameters |= kwargs
         def submit(self, work):
             given.append(dict(self.parameters, work=work))
