@@ -930,17 +930,21 @@ def evaluate(model, tokenizer, transform, records) -> list[dict]:
 _File = Annotated[Path | None, typer.Option(metavar="FILE", help="A checkpoint file, without --model where it tells its backbone.")]
 
 def _load(model: str | None, pretrained: str, context: int | None = None):
-    "(model on the GPU where there is one, its backbone's name, image transform, lines for its card) for evaluation."
-    import torch
+    "(model, its backbone's name, image transform, lines for its card) for evaluation."
     from debias_clip.models import create_model_and_transforms, load_checkpoint
     file = Path(pretrained).exists()
     if model is None and not file: raise ValueError(f"{pretrained} is no file that could tell its backbone: name the backbone (--model NAME), or mend the path")
     saved = load_checkpoint(pretrained, model) if file else None
     name = model or saved.backbone
     net, _, transform = create_model_and_transforms(name, pretrained, context)
-    had = (saved or net).context_length if file else net.base_length
+    had = saved.context_length if file else net.base_length
     about = {} if net.context_length == had else {"positions": f"stretched from {had} to {net.context_length}, not trained since; --context {had} leaves them"}
-    return net.eval().to("cuda" if torch.cuda.is_available() else "cpu"), name, transform, about
+    return net.eval(), name, transform, about
+
+def _to_device(net):
+    "The model on the GPU where there is one."
+    import torch
+    return net.to("cuda" if torch.cuda.is_available() else "cpu")
 
 _Context = Annotated[int | None, typer.Option("--context", metavar="TOKENS", min=3, help="Context length of weights that are not stretched yet (default: stretched as for training; 77 measures CLIP as published).")]
 
@@ -958,7 +962,7 @@ def _eval(data: Annotated[str, typer.Option(metavar="NAME_OR_PATH", help="scenes
     records = _records(data, root)
     net, name, transform, about = _load(model, pretrained or str(checkpoint), context)
     tok = get_tokenizer(name, net.context_length)
-    print(pandas.DataFrame(evaluate(net, tok, images_transform(records, net, transform), records)).round(1).to_string(index=False))
+    print(pandas.DataFrame(evaluate(_to_device(net), tok, images_transform(records, net, transform), records)).round(1).to_string(index=False))
     rules = {"long": "the whole caption", "short": "its independent short captions"}
     cards = {kind: {"backbone": name} | about | protocol_card(records, tok, [t for several in texts for t in several], rules[kind]) for kind, texts in _text_kinds(records).items()}
     print("\n" + pandas.DataFrame(cards).to_string(header=len(cards) > 1))
@@ -1078,14 +1082,13 @@ def _diagnose(model: Annotated[str | None, typer.Option(metavar="NAME", help="Ba
 
     One page that opens from disk, and one JSON with the same numbers. Without --pretrained: the offline world's models that `debias-clip run PRESET` has trained."""
     if pretrained is None and (model or against): raise typer.BadParameter("--model and --against need --pretrained TAG_OR_FILE")
-    import torch
     from debias_clip.diagnose import diagnose, verdict, write_report
     from debias_clip.train import images_transform
     records, found = _records(data, root), []
     asked = _preset_models(preset) if pretrained is None else _given_models(model, [pretrained, *([str(against)] if against else [])], context)
     for name, (net, transform, tok), about in asked:
         _say(f"asking {name}")
-        net.to("cuda" if torch.cuda.is_available() else "cpu")
+        _to_device(net)
         found.append(diagnose(net, images_transform(records, net, transform), tok, records, name, images, seed, about=about))
         print(verdict(found[-1]))
     print("\n".join(map(str, write_report(found, out))))
