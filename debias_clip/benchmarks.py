@@ -8,11 +8,11 @@ __all__ = ['DATASETS', 'HF', 'GITHUB', 'COCO', 'DOCCI', 'KARPATHY', 'SA1B', 'REP
            'value', 'as_text', 'json_lines', 'Source', 'DataSet', 'variant', 'sharegpt4v', 'turns', 'urban1k', 'dci',
            'docci', 'iiw', 'listed', 'coco', 'karpathy', 'flickr30k', 'data_set', 'table', 'table_file', 'columns_hint',
            'csv_rows', 'row_fault', 'caption_cell', 'texts_of_json', 'cut', 'sentences_of', 'present', 'in_memory',
-           'at_rest', 'write_once', 'splitting_rules', 'load_records', 'warn_of_counts', 'read_records',
+           'at_rest', 'write_index', 'splitting_rules', 'load_records', 'warn_of_counts', 'read_records',
            'without_repeats', 'is_own', 'known_options', 'wrong_data', 'wrong_root', 'wrong_options', 'open_data',
            'opened', 'data_digest', 'records_digest']
 
-# %% ../nbs/12_benchmarks.ipynb #0ee4f0d7
+# %% ../nbs/12_benchmarks.ipynb #2e4da65f
 import csv
 import inspect
 import itertools
@@ -31,17 +31,17 @@ from urllib.parse import urlsplit
 
 import ijson
 import numpy as np
-from filelock import FileLock
 
 from . import scenes
 from .captions import split_sentences
-from .core import canonical_json, content_key, placing, unknown
+from .core import canonical_json, content_key, unknown
 from debias_clip.records import (
     Column,
     Records,
     file_facts,
     in_processes,
     in_threads,
+    made_once,
     named,
     readable,
     select,
@@ -605,7 +605,7 @@ def in_memory(name, samples, splitter, protocol) -> Records:
     images, captions, short = map(list, zip(*cut(splitter, list(samples)), strict=True))
     return Records(name, images, captions, short if any(short) else None, splitter, protocol)
 
-# %% ../nbs/12_benchmarks.ipynb #6d7e6164
+# %% ../nbs/12_benchmarks.ipynb #59c70caa
 def at_rest(name, samples, splitter, protocol, source: Path, root, cache=None, made_by=None) -> Records:
     """Records of samples, in an Arrow file made once.
 
@@ -615,24 +615,17 @@ def at_rest(name, samples, splitter, protocol, source: Path, root, cache=None, m
     cache, root, state = Path(cache or source.parent), str(root), source.stat()
     key = content_key(source=[source.name, state.st_size, state.st_mtime_ns], made_by=made_by, splitter=splitter,
                       rules=splitting_rules())
-    folder = cache/f"{source.stem}.index-{key}"
-    try:
-        if not folder.is_dir():
-            cache.mkdir(parents=True, exist_ok=True)
-            with FileLock(cache/f".{folder.name}.lock"): write_once(folder, samples, splitter, root)
-    except OSError as e:
-        raise ValueError(f"the index of {source} cannot be written to {cache} ({e.strerror}): make room, or give "
-                         "another folder (cache)") from e
+    write = partial(write_index, samples, splitter, root)
+    folder = made_once(cache/f"{source.stem}.index-{key}", write)
     images, captions = Column(folder, "image", root=root), Column(folder, "caption")
     short = Column(folder, "short") if file_facts(folder)["several"] else None
     return Records(name, images, captions, short, splitter, protocol)
 
-def write_once(folder, samples, splitter, root):
-    "Writes the Arrow file of samples, unless another process has."
-    if folder.is_dir(): return
+def write_index(samples, splitter, root, folder):
+    "Writes the Arrow file of samples into a folder, the names of images as seen from `root`."
     parts = in_processes(partial(cut, splitter), samples)
     rows = ((image.removeprefix(root + os.sep), *texts) for image, *texts in itertools.chain.from_iterable(parts))
-    with placing(folder, folder=True) as beside: write_samples(beside, rows)
+    write_samples(folder, rows)
 
 @lru_cache
 def splitting_rules() -> str:

@@ -6,9 +6,9 @@
 __all__ = ['SCHEMA', 'Records', 'check_images', 'check_texts', 'named', 'select', 'pick', 'ImageError', 'load_image', 'upright',
            'as_rgb', 'why_unreadable', 'why_missing', 'same_letters', 'in_threads', 'readable', 'decode_error',
            'captions_digest', 'sentences_digest', 'pictures_digest', 'relative_names', 'file_size', 'file_digest',
-           'Column', 'write_samples', 'as_batch', 'file_facts', 'in_processes']
+           'Column', 'write_samples', 'as_batch', 'file_facts', 'in_processes', 'made_once']
 
-# %% ../nbs/10_records.ipynb #de28e700
+# %% ../nbs/10_records.ipynb #4fe598c8
 import hashlib
 import itertools
 import json
@@ -24,9 +24,10 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from filelock import FileLock
 from PIL import Image, ImageOps
 
-from .core import cores
+from .core import cores, placing
 
 # %% ../nbs/10_records.ipynb #5a184976
 @dataclass
@@ -348,3 +349,20 @@ def in_processes(work: Callable[[list], object], items: Iterable, block: int = 1
             waiting.append(pool.submit(work, part))
             if len(waiting) > 2*workers: yield waiting.popleft().result()
         for future in waiting: yield future.result()
+
+# %% ../nbs/10_records.ipynb #6430c703
+def made_once(folder, make: Callable[[Path], None]) -> Path:
+    """A folder, made by `make(beside)`, beside its place, where it is not there yet. Returns it.
+
+    Raises ValueError where it cannot be written.
+    """
+    folder = Path(folder)
+    if folder.is_dir(): return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f".{folder.name}.lock")):
+            if not folder.is_dir():
+                with placing(folder, folder=True) as beside: make(beside)
+    except OSError as e:
+        raise ValueError(f"{folder} cannot be written ({e}): make room, or give another folder (cache)") from e
+    return folder
