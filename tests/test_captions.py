@@ -1,158 +1,47 @@
-"Sentences, short captions and permutations: properties over any text, and the hard cases of each kind."
-import json, random
+"Short captions, their pieces and recipes, and permutations: properties over any caption, and what is refused."
+import json
+import pickle
+import random
 from collections import Counter
+from functools import partial
 from itertools import permutations
-from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-import debias_clip.captions as captions
-from debias_clip.captions import *
+from debias_clip import captions
+from debias_clip.captions import (
+    DEBIAS,
+    LONG_CLIP,
+    NO_SUMMARY,
+    RECIPES,
+    SAMPLED,
+    SMARTCLIP,
+    Recipe,
+    ShortCaption,
+    draw,
+    drop_summary,
+    in_order,
+    min_sentences,
+    permute,
+    piece,
+    random_pads,
+    run,
+    sample_rng,
+    shuffle,
+    split_sentences,
+    summary,
+)
 
-SHARED = Path(__file__).parents[2] / "shared"
-
-# text made of what splitters trip over, and any text at all
-BITS = ["a", "T", "The dog", " is ", "red", "I", "A", "3", ".", "!", "?", "...", "…", '"', "“", "”", "'", "’", "(", ")", "[", "「", "」", "。", "！", " ", "  ", "\n", "\n\n",
-        "\r\n", "\t", "\xa0", "\u2028", "\x85", "\u3000", "\u200b", "\ufeff", "St.", "Dr.", "U.S. ", "a.m. ", "e.g. ", "1. ", "- ", "/", "www.x.com ", "\ud800", "\0",
-        "😀", "é", "中", "İ", "́", "؟", "।", ",", ":", "*", "#"]
-TEXT = st.one_of(st.text(max_size=80), st.lists(st.sampled_from(BITS), max_size=30).map("".join), st.text(st.characters(categories=None), max_size=40))
-
-
-def squeeze(text): return "".join(text.split())
-
-
-# ---- split_sentences
-
-@settings(max_examples=600, deadline=None)
-@given(TEXT)
-@example("T.\xa0Rex. \"A.\u2028B")
-@example("One.\r\n\r\nTwo.\r\nThree.")
-def test_pieces_give_the_caption_back(text):
-    pieces = split_sentences(text)
-    assert squeeze("".join(pieces)) == squeeze(text)
-    assert all(p == p.strip() and p for p in pieces)
-    assert bool(pieces) == bool(text.strip())
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.sampled_from(BITS + [" A cat. ", " It runs. ", ' "STOP." '])).map(" ".join))
-def test_pieces_joined_by_a_space_give_spaced_captions_back(text):
-    if any(c in text for c in "。！」؟।\u200b\ufeff"): return  # these end sentences without a space
-    assert " ".join(" ".join(split_sentences(text)).split()) == " ".join(text.split())
+SEEDS = st.integers(0, 2**32 - 1)
 
 
-@settings(max_examples=200, deadline=None)
-@given(TEXT)
-def test_period_is_long_clips_split(text):
-    assert split_sentences(text, "period") == [p for p in text.replace("\n", " ").split(". ") if p.strip()]
-
-
-def test_period_gives_long_clips_short_caption():
-    caption = "A view of St. Louis.\nIt is night. The arch shines."
-    short = caption.replace("\n", " ").split(". ")[0]
-    assert LONG_CLIP(split_sentences(caption, "period"), sample_rng(0, 0, 0)) == [short] == ["A view of St"]
-
-
-@pytest.mark.parametrize("caption", ["", " ", "\n\t\xa0\u2028"])
-@pytest.mark.parametrize("splitter", ["default", "period"])
-def test_blank_captions_have_no_sentences(caption, splitter): assert split_sentences(caption, splitter) == []
-
-
-@pytest.mark.parametrize("caption", [None, float("nan"), 3, b"A dog.", ["A dog."]])
-def test_what_is_no_text_is_refused(caption):
-    with pytest.raises(TypeError, match="must be a str"): split_sentences(caption)
-
-
-def test_unknown_splitter_names_the_close_one():
-    with pytest.raises(ValueError, match="did you mean 'period'"): split_sentences("A dog.", "periods")
-
-
-def test_ten_thousand_words():
-    sentence = 'A sign by St. Mary reads "STOP. GO." in red.'
-    assert split_sentences(" ".join([sentence] * 1000)) == [sentence] * 1000
-
-
-@pytest.mark.parametrize("text", ["\n" * 100_000, "中。" * 20_000, '. "' * 30_000, "www.a" * 20_000, "“Abc def. " * 10_000, "The x " * 20_000])
-def test_no_text_takes_the_square_of_its_length(text):  # a minute and more, if it did
-    assert squeeze("".join(split_sentences(text))) == squeeze(text)
-
-
-def test_a_panic_of_the_library_is_survived(monkeypatch):
-    class PanicException(BaseException): pass
-    def panic(*_): raise PanicException
-    monkeypatch.setattr(captions.sentencex, "get_sentence_boundaries", panic)
-    assert split_sentences("A dog runs. It is red.") == ["A dog runs.", "It is red."]
-    def interrupt(*_): raise KeyboardInterrupt
-    monkeypatch.setattr(captions.sentencex, "get_sentence_boundaries", interrupt)
-    with pytest.raises(KeyboardInterrupt): split_sentences("A dog.")
-
-
-# made for this test, a bar where a sentence starts
-KINDS = {
-    "abbreviation": ["A bronze statue of Dr. Ellen Hill stands here. |Two people pass.", "The bag weighs approx. five pounds. |It is brown.", "Lt. Col. Hill and Mrs. Hill wave.",
-                     "A map of the land near Lake St. Clair. |Blue marks water.", "The truck of Hill Mfg. Co. and a van are parked. |It rains.", "The letter came on Oct. 5 by train.",
-                     "The cover of Vol. II is red. |It is worn.", "A plaque for Wm. Penn and Geo. Hill. |It is bronze.", "Spices (salt, etc.) stand in jars. |They are full."],
-    "initials": ["A bust of Robert E. Lee in marble. |It stands on a plinth.", "The book is by J. R. R. Hill and lies open.", "The U.S. Open logo is on the fence. |A man serves.",
-                 "The sticker says S. F. Giants in orange. |It peels.", "A poster of E.T. and a boy. |It is torn.", 'The word "F. B. I." is on the coat. |It is blue.'],
-    "letter": ["The road forms the letter T. |Cars wait.", "The beam is shaped like an upside-down U. |Birds sit on it.", "Dents are left of the B. |Small cracks run up.",
-               "He takes vitamin C. |The jar is orange.", 'The arms form an X. |"STOP" is below.', "The car is a Model T. |It is black."],
-    "final": ["The shop is on Pine Ave. |It has a green door.", "Boats in Portland, Ore. |Two are docked.", "Street in Trenton, N.J. |Women walk by.", "Cups, pens, etc. |A cat sleeps.",
-              "The plank is 6 ft. |Near it is a hammer.", "He is Sammy Hill Jr. |He sings.", "The flag is that of the U.S. |It waves."],
-    "clock": ["It opens at 9 a.m. on weekdays.", "The sign reads 8 A.M. TO 5 P.M. daily. |It is white.", "It was 6 a.m. Monday. |Fog lies here.", "The clock reads 4 p.m. |Birds sit on it."],
-    "quotation": ['The sign reads "NO ENTRY." |The gate is shut.', "The word “Love.” is pink. |It is long.", 'The bubble says "Wow!" in red. |A cat grins.', 'The label is "Hill Inc. " |The box is red.',
-                  'A note reads "Keep off. / Thank you." |The grass is long.', 'A 12" ruler lies here. |The "Bic" pen is new.', 'They say "Hi!" "Bye!" and "Yes!" in a row. |They glow.'],
-    "ellipsis": ['The banner says "Soon..." in blue. |It hangs.', "The road goes on... and on. |It is grey.", "The man waits... |The bus is late.", "The man waits… |The bus is late.",
-                 "A view of Paris ... France?", "The dog looks up.. |It wants food."],
-    "address": ['The van has "joes. com" on it. |It is red.', "The link is https://example.org/a/b |The page is plain.", "Visit example.org. |It is green.", 'It reads "www. cars. net" in red.'],
-    "space": ["The cat sits.|It is black.", 'The sign is left.|"EXIT" is on it.', "The wall is blue.|A man leans on it.", "The dog barks!|The cat runs.", "It is from Acme.com and is brown.",
-              "The J.R.Hill jersey is blue.", "The shelf is full.|Books lie there.", "The file photo.JPG is here."],
-    "period": ["A statue of Queen Hill |The statue is made of bronze.", "A photo of a square |There are many people.", "The bear Winnie The Pooh is on it."],
-    "line": ["A red barn\n|The barn stands here.", "A man in a hat.\n\n|He sits.", "A view of the city of\nParis at night. |It is lit.", "A cat.\r\n|It sleeps.\r\n\r\n|A dog.",
-             "A cat.\xa0\n\n|It sleeps.", "A busy street\n|\"OPEN\" hangs here.", "A pole\n\n|(rusty) leans."],
-    "list": ["It shows:\n|- a dog\n|- a cat", "It shows:\n\n|1. **Dog**: It runs. |It is fast.\n|2. **Cat**: It sleeps.", "1. The dog is brown. |2. The cat is white.", "a) Open it.\n|b) Close it."],
-    "number": ["The price is $3.50 here. |It is red.", "The scale shows 72.5. |A bag lies there.", "The sign says 2.5 miles. |3 cars wait.", "The house at No. 10 is red. |It is old."],
-    "lower": ["the dog runs. |it is brown. |the sky is blue.", "A cup is here. |a spoon lies there."],
-    "exclamation": ["What a view! |The sea is blue.", "The Yahoo! logo is purple. |It is high.", "Is this a lake? |Perhaps it is.", 'The "Seated Man (?)" is old. |It is stone.'],
-    "brackets": ["The dog (it is old. It is grey.) sleeps. |The cat sits.", "The Church (St. Peter's) is old. |It is stone."],
-    "capitals": ["A MAN STANDS IN THE RAIN. |HE HOLDS IT.", "VIEW OF ST. PAUL, MINN. FROM THE RIVER.", "MRS. HILL AND DR. COLE AT THE U.S. ARMY BASE. |THE TENTS ARE GREEN."],
-    "cjk": ["一只猫坐在桌子上。|它是黑色的。", "这是什么？|这是一只狗！|很可爱。", "空は青い。|海も青い。", "写真には「止まれ。」と書かれている。|空は青い。"],
-    "odd": ['The sign says "GO"., the rest is hidden. |It is dim.', "Night. |Indoors.", "An old car. |Its paint is faded. |Daytime.", "A dog . . ."],
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_kind(kind):
-    for marked in KINDS[kind]:
-        assert split_sentences(marked.replace("|", "")) == [p.strip() for p in marked.split("|")]
-
-
-def test_tricky_sentences():
-    path = SHARED / "data" / "tricky_sentences.jsonl"
-    if not path.exists(): pytest.skip(f"{path} is not here")
-    def flat(pieces): return [" ".join(p.split()) for p in pieces]
-    rows = [json.loads(line) for line in path.read_text(encoding="utf8").splitlines()]
-    def cut(text): return [p + "." * (i < text.count(". ")) for i, p in enumerate(text.split(". ")) if p.strip()]
-    easy = [r for r in rows if flat(cut(r["text"])) == flat(r["expected"])]
-    hard = [r for r in rows if r not in easy]
-    right = [r for r in rows if flat(split_sentences(r["text"])) == flat(r["expected"])]
-    assert (len(hard), len(easy)) == (73, 24)
-    assert sum(r in right for r in hard) >= 66
-    assert all(r in right for r in easy)
-
-
-@pytest.mark.parametrize("folder", ["docci", "iiw", "documerica"])
-def test_real_captions(folder):
-    files = sorted((SHARED / "data" / folder).glob("*.jsonl"))
-    if not files: pytest.skip(f"{SHARED / 'data' / folder} is not here")
-    texts = [json.loads(line)["caption"] for f in files for line in f.read_text(encoding="utf8").splitlines()]
-    for text in texts:
-        pieces = split_sentences(text)
-        assert squeeze("".join(pieces)) == squeeze(text)
-        assert all(any(c.isalnum() for c in p) for p in pieces)
-    lengths = [len(p.split()) for t in texts for p in split_sentences(t)]
-    assert 10 < np.median(lengths) < 25
+@pytest.fixture
+def own_pieces(monkeypatch):
+    "A registry whose new pieces go again."
+    monkeypatch.setattr(captions, "PIECES", dict(captions.PIECES))
 
 
 # ---- sample_rng
@@ -169,10 +58,11 @@ def test_what_is_no_whole_number_is_refused(args):
     with pytest.raises((ValueError, TypeError), match="whole numbers, 0 or more"): sample_rng(*args)
 
 
-# ---- ShortCaption
+# ---- recipes by four choices
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 30), st.sampled_from(["summary", "rest", "all"]), st.sampled_from(["none", "subset", "run"]), st.booleans(), st.integers(0, 2**32))
+@given(st.integers(1, 30), st.sampled_from(["summary", "rest", "all"]), st.sampled_from(["none", "subset", "run"]),
+       st.booleans(), SEEDS)
 def test_what_a_short_caption_may_hold(k, source, sample, keep_order, seed):
     got = ShortCaption(source, sample, keep_order)(range(k), random.Random(seed))
     pool = {"summary": [0], "rest": list(range(1, k)) or [0], "all": list(range(k))}[source]
@@ -182,16 +72,30 @@ def test_what_a_short_caption_may_hold(k, source, sample, keep_order, seed):
     if sample != "subset" or keep_order: assert got == sorted(got)
 
 
-def test_recipes():
+def test_the_papers_recipes():
     assert LONG_CLIP == ShortCaption("summary", "none", True, False)
     assert NO_SUMMARY == ShortCaption("rest", "none", True, False)
     assert SAMPLED == ShortCaption("rest", "subset", False, False)
     assert DEBIAS == ShortCaption() == ShortCaption("rest", "subset", False, True)
-    assert RECIPES == dict(long_clip=LONG_CLIP, no_summary=NO_SUMMARY, sampled=SAMPLED, debias=DEBIAS, smartclip=SMARTCLIP)
+    assert SMARTCLIP == ShortCaption("all", "run", True, False)
+    assert list(RECIPES.values()) == [LONG_CLIP, NO_SUMMARY, SAMPLED, DEBIAS, SMARTCLIP]
+    assert [r.prefix_pad for r in RECIPES.values()] == [False, False, False, True, False]
+
+
+def test_what_the_papers_recipes_make():
     s, rng = ["s1", "s2", "s3"], sample_rng(0, 0, 0)
-    assert LONG_CLIP(s, rng) == ["s1"] and NO_SUMMARY(s, rng) == ["s2", "s3"]
+    assert LONG_CLIP(s, rng) == ["s1"]
+    assert NO_SUMMARY(s, rng) == ["s2", "s3"]
     assert {len(SMARTCLIP(s, rng)) for _ in range(50)} == {1, 2, 3} and SMARTCLIP(s, rng)[0] == "s1"
-    assert s == ["s1", "s2", "s3"]  # the caption itself is left alone
+    assert s == ["s1", "s2", "s3"]   # the caption itself is left alone
+
+
+def test_what_the_papers_recipes_draw_stays():
+    "Numbers that trained models rest on: when one moves, raise the version of the piece."
+    places = [DEBIAS.short_places(7, sample_rng(0, 0, i)) for i in range(4)]
+    assert places == [[2, 1, 3, 6], [3, 4, 2], [3, 5, 6, 2], [3, 4, 6, 5, 1]]
+    rng = sample_rng(0, 0, 0)
+    assert DEBIAS.short_places(7, rng) == places[0] and DEBIAS.pads("short", 200, rng) == 183
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -213,29 +117,209 @@ def test_an_unsplit_caption_is_refused():
     with pytest.raises(TypeError, match="split_sentences"): permute("A dog. It runs.", "first")
 
 
-@pytest.mark.parametrize("kw", [dict(source="sumary"), dict(sample="subsets"), dict(source=None), dict(keep_order="no"), dict(prefix_pad=1)])
-def test_wrong_fields_are_refused(kw):
-    with pytest.raises(ValueError, match=repr(next(iter(kw.values())))): ShortCaption(**kw)
+@pytest.mark.parametrize("fields", [dict(source="sumary"), dict(sample="subsets"), dict(source=None),
+                                    dict(keep_order="no"), dict(prefix_pad=1)])
+def test_wrong_choices_are_refused(fields):
+    with pytest.raises(ValueError, match=repr(next(iter(fields.values())))): ShortCaption(**fields)
 
 
 def test_numbers_and_sentences_are_drawn_alike():
     s = [f"s{i}" for i in range(9)]
-    for i in range(100): assert [s[j] for j in DEBIAS(range(9), sample_rng(3, 1, i))] == DEBIAS(s, sample_rng(3, 1, i))
+    for i in range(100):
+        assert [s[j] for j in DEBIAS(range(9), sample_rng(3, 1, i))] == DEBIAS(s, sample_rng(3, 1, i))
 
+
+def test_long_clips_short_caption_with_its_own_splitter():
+    caption = "A view of St. Louis.\nIt is night. The arch shines."
+    short = caption.replace("\n", " ").split(". ")[0]
+    assert LONG_CLIP(split_sentences(caption, "period"), sample_rng(0, 0, 0)) == [short] == ["A view of St"]
+
+
+# ---- what is drawn is uniform
 
 def chi2(counts, n, cells):
     assert len(counts) <= cells
-    return sum((c - n / cells) ** 2 / (n / cells) for c in counts.values()) + (cells - len(counts)) * n / cells
+    return sum((c - n/cells)**2/(n/cells) for c in counts.values()) + (cells - len(counts))*n/cells
 
 
 @pytest.mark.parametrize("make", [lambda i: sample_rng(0, 0, i), random.Random], ids=["numpy", "python"])
 def test_number_and_subsets_are_uniform(make):
     draws = [tuple(DEBIAS(range(5), make(i))) for i in range(8000)]
-    assert chi2(Counter(map(len, draws)), len(draws), 4) < 16.3      # 99.9 % of chi-square with 3 degrees of freedom
-    for n, cells, limit in [(1, 4, 16.3), (2, 12, 31.3), (3, 24, 49.7), (4, 24, 49.7)]:  # every ordered choice equally likely
+    assert chi2(Counter(map(len, draws)), len(draws), 4) < 16.3      # 99.9 % of chi-square, 3 degrees of freedom
+    for n, cells, limit in [(1, 4, 16.3), (2, 12, 31.3), (3, 24, 49.7), (4, 24, 49.7)]:   # every ordered choice
         of_n = [d for d in draws if len(d) == n]
         assert set(of_n) <= set(permutations(range(1, 5), n))
         assert chi2(Counter(of_n), len(of_n), cells) < limit
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_every_order_of_a_counted_draw_is_as_likely(count):
+    rng, n = np.random.default_rng(0), 6000
+    drawn = Counter(tuple(draw([1, 2, 3], rng, count=count)) for _ in range(n))
+    cells = len(list(permutations(range(3), count)))
+    assert chi2(drawn, n, cells) < {3: 13.8, 6: 20.5}[cells]
+
+
+@pytest.mark.parametrize("share", [0, .25, .5, 1.])
+def test_every_number_of_pads_up_to_the_share_is_drawn_as_often(share):
+    rng, n, most = np.random.default_rng(0), 8000, int(share*41)
+    drawn = Counter(random_pads(41, rng, share=share) for _ in range(n))
+    assert set(drawn) == set(range(most + 1))
+    assert all(abs(c - n/(most + 1)) < 5*np.sqrt(n/(most + 1)) for c in drawn.values())
+
+
+# ---- pieces together
+
+@settings(deadline=None)
+@given(st.integers(1, 9), st.integers(1, 12), st.sampled_from([[summary], [drop_summary], []]), st.booleans(), SEEDS)
+def test_a_counted_draw_takes_exactly_so_many(k, count, source, ordered, seed):
+    recipe = Recipe([*source, partial(draw, count=count), *([in_order] if ordered else [])])
+    pool = Recipe(source)(range(k), None)
+    drawn = recipe(range(k), np.random.default_rng(seed))
+    assert len(drawn) == len(set(drawn)) == min(count, len(pool)) and set(drawn) <= set(pool)
+    if ordered: assert drawn == sorted(drawn)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 9), SEEDS, st.sampled_from(list(RECIPES)))
+def test_in_order_keeps_the_sentences_drawn(k, seed, name):
+    recipe = RECIPES[name]
+    ordered = Recipe([*recipe.short, in_order])
+    drawn = recipe(range(k), np.random.default_rng(seed))
+    assert ordered(range(k), np.random.default_rng(seed)) == sorted(drawn)
+
+
+def test_both_captions_have_draws_of_their_own_and_short_ones_stay():
+    both = Recipe([drop_summary, draw], random_pads, [shuffle], partial(random_pads, share=.5))
+    for i in range(200):
+        paper, rng = sample_rng(0, 0, i), sample_rng(0, 0, i)
+        assert both.short_places(6, rng) == DEBIAS.short_places(6, paper)
+        assert both.pads("short", 99, rng) == DEBIAS.pads("short", 99, paper)
+        assert sorted(both.long_places(6, rng)) == list(range(6))
+        assert 0 <= both.pads("long", 30, rng) <= 15
+    assert DEBIAS.long_places(6, None) is None and DEBIAS.pads("long", 30, None) == 0   # nothing is drawn
+
+
+def test_a_recipe_can_be_sent_to_another_process():
+    for recipe in (*RECIPES.values(), Recipe([partial(draw, count=2)], partial(random_pads, share=.5))):
+        again = pickle.loads(pickle.dumps(recipe))
+        assert again == recipe and hash(again) == hash(recipe)
+        assert again(range(9), sample_rng(0, 0, 5)) == recipe(range(9), sample_rng(0, 0, 5))
+
+
+# ---- a recipe as plain data
+
+WRITTEN = {
+    "debias": {"short": ["drop_summary", "draw"], "short_pads": "random_pads"},
+    "no_summary": {"short": ["drop_summary"], "short_pads": None, "long": []},
+    "smartclip": {"short": [{"run": None}]},
+    "sampled": {"short": ["drop_summary", {"draw": {"count": None}}]},
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_name_and_the_recipe_written_out_are_one(name):
+    written = Recipe.parse(WRITTEN[name])
+    assert written == Recipe.parse(name) == RECIPES[name]
+    assert written.as_dict() == RECIPES[name].as_dict()
+
+
+def test_plain_data_gives_the_recipe_back():
+    some = Recipe([drop_summary, partial(draw, count=2)], random_pads, [shuffle], partial(random_pads, share=.25))
+    for recipe in (*RECIPES.values(), some):
+        data = json.loads(json.dumps(recipe.as_dict()))
+        assert data == recipe.as_dict() and Recipe.parse(data) == recipe == Recipe.parse(recipe)
+    assert some.as_dict() == dict(
+        short=["drop_summary", {"draw": {"count": 2}}],
+        short_pads="random_pads",
+        long=["shuffle"],
+        long_pads={"random_pads": {"share": .25}},
+        versions=dict(draw=1, drop_summary=1, random_pads=1, shuffle=1),
+    )
+
+
+def test_whole_and_half_numbers_are_one_recipe():
+    zero, none = ({"short": [], "long_pads": {"random_pads": {"share": share}}} for share in (0, 0.))
+    assert json.dumps(Recipe.parse(zero).as_dict()) == json.dumps(Recipe.parse(none).as_dict())
+
+
+def test_another_version_is_another_recipe(own_pieces):
+    def own(places, rng): return places
+    piece(version=1)(own)
+    first = Recipe([own])
+    piece(version=2)(own)
+    second = Recipe([own])
+    assert first != second and first.as_dict() != second.as_dict()
+    with pytest.raises(ValueError, match="made with version 1 of the piece own, which has 2 now"):
+        Recipe.parse(first.as_dict())
+
+
+@pytest.mark.parametrize("value, says", [
+    ("debais", "no recipe 'debais'; did you mean debias?"),
+    (None, "no recipe None"),
+    (["draw"], "no recipe"),
+    ({"shorts": []}, "no part of a recipe 'shorts'; did you mean short"),
+    ({"long": []}, "needs `short`"),
+    ({"short": "draw"}, "short must be a list of pieces, not 'draw'"),
+    ({"short": ["darw"]}, "did you mean draw"),
+    ({"short": ["random_pads"]}, "no piece"),
+    ({"short": [{"draw": {"cuont": 1}}]}, "no option of draw 'cuont'; did you mean count?"),
+    ({"short": [{"draw": {"count": 0}}]}, "count must be 1 or more"),
+    ({"short": [{"draw": {"count": 1.5}}]}, "count must be 1 or more"),
+    ({"short": [{"draw": {"count": True}}]}, "count must be 1 or more"),
+    ({"short": [{"draw": 2}]}, "must be `name: value`, not 2"),
+    ({"short": [{"draw": {"count": [1]}}]}, "must be a number or a text"),
+    ({"short": [{"draw": {}, "run": {}}]}, "no piece"),
+    ({"short": [], "short_pads": "draw"}, "no piece"),
+    ({"short": [], "short_pads": {"random_pads": {"share": 1.1}}}, "share must be from 0 to 1"),
+    ({"short": [], "short_pads": {"random_pads": {"share": -.1}}}, "share must be from 0 to 1"),
+    ({"short": [], "short_pads": {"random_pads": {"share": float("nan")}}}, "share must be from 0 to 1"),
+    ({"short": [], "short_pads": {"random_pads": {"share": True}}}, "share must be from 0 to 1"),
+    ({"short": [], "short_pads": {"random_pads": {"share": "half"}}}, "share must be from 0 to 1"),
+], ids=str)
+def test_a_recipe_that_cannot_be_meant(value, says):
+    with pytest.raises(ValueError) as e: Recipe.parse(value)
+    assert says in str(e.value)
+
+
+# ---- a reader's own pieces
+
+def test_an_own_piece_with_options(own_pieces):
+    @piece(version=3)
+    def every(places, rng, step=2): return places[::step]
+    recipe = Recipe([drop_summary, partial(every, step=3)])
+    assert recipe(range(8), None) == [1, 4, 7]
+    assert recipe.as_dict()["short"] == ["drop_summary", {"every": {"step": 3}}]
+    assert recipe.as_dict()["versions"] == dict(drop_summary=1, every=3)
+    assert Recipe.parse({"short": ["drop_summary", {"every": {"step": 3}}]}) == recipe
+
+
+def test_an_own_piece_that_does_not_work(own_pieces):
+    @piece()
+    def later(places, rng): return [p + 1 for p in places]
+    @piece()
+    def nothing(places, rng): return []
+    @piece()
+    def too_many(n_post, rng): return n_post + 1
+    with pytest.raises(ValueError, match=r"later made \[1\] of the places \[0\]"): Recipe([later])
+    with pytest.raises(ValueError, match="nothing made"): Recipe([nothing])
+    with pytest.raises(ValueError, match="too_many gives 1 of 0 pads"): Recipe([], too_many)
+
+
+def test_functions_that_are_no_pieces(own_pieces):
+    def plain(places, rng): return places
+    with pytest.raises(ValueError, match="plain is not a piece yet"): Recipe([plain])
+    with pytest.raises(ValueError, match="first parameters"): piece()(lambda x: x)
+    plain.__name__ = "draw"
+    with pytest.raises(ValueError, match="there is a piece draw in debias_clip.captions: give yours another name"):
+        piece()(plain)
+
+
+def test_a_cell_may_be_run_again(own_pieces):
+    def own(places, rng): return places
+    piece()(own)
+    piece()(own)
+    assert run(range(1, 2), random.Random(0)) == range(1, 2) and Recipe([own])([7], None) == [7]
 
 
 # ---- permute
@@ -249,12 +333,13 @@ def test_permutations():
     assert s == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("how,need", [("full", 1), ("first", 1), ("first2", 2), ("swap2", 2), ("remove", 2), ("move", 4)])
-def test_too_few_sentences(how, need):
-    assert min_sentences(how) == need and permute(range(need), how)
-    with pytest.raises(ValueError, match=f"needs {need} sentences and this caption has {need - 1}"): permute(range(need - 1), how)
+@pytest.mark.parametrize("how, needed", dict(full=1, first=1, first2=2, swap2=2, remove=2, move=4).items())
+def test_too_few_sentences(how, needed):
+    assert min_sentences(how) == needed and permute(range(needed), how)
+    with pytest.raises(ValueError, match=f"needs {needed} sentences and this caption has {needed - 1}"):
+        permute(range(needed - 1), how)
 
 
-def test_unknown_permutation():
-    for f in (min_sentences, lambda how: permute([1], how)):
-        with pytest.raises(ValueError, match="did you mean 'remove'"): f("removed")
+@pytest.mark.parametrize("ask", [min_sentences, lambda how: permute([1], how)])
+def test_unknown_permutation(ask):
+    with pytest.raises(ValueError, match="did you mean remove"): ask("removed")
