@@ -88,7 +88,7 @@ class TextStore:
         "Ids of the whole caption i."
         return self.join(i, range(self.sentences(i)))
 
-# %% ../nbs/13_store.ipynb #10b4b74a
+# %% ../nbs/13_store.ipynb #6202693a
 class TextStoreAtRest(TextStore):
     "A `TextStore` in a folder of `write_store`, mapped into memory; it is pickled by the folder's name."
     def __init__(self, folder, tokenizer, joiner=" ", rows=None):
@@ -101,7 +101,7 @@ class TextStoreAtRest(TextStore):
 
     def __reduce__(self): return TextStoreAtRest, self.made_of
 
-def mapped(file) -> np.ndarray: return np.load(file, mmap_mode="r")
+def mapped(file) -> np.ndarray: return np.asarray(np.load(file, mmap_mode="r"))
 
 # %% ../nbs/13_store.ipynb #fabbdb9e
 def text_store(records: Records, tokenizer, workers=None) -> TextStore:
