@@ -134,43 +134,13 @@ def visible_gpus() -> list[str]:
     numbers = ",".join(map(str, range(torch.cuda.device_count())))
     return os.environ.get("CUDA_VISIBLE_DEVICES", numbers).split(",") if numbers else []
 
-# %% ../nbs/34_cluster.ipynb #36fc2cb4
-def run_tasks(tasks: Iterable[Task], processes: int, began: Callable, ended: Callable) -> None:
-    """Does tasks side by side, each in a process of its own, and returns when all have ended.
-
-    tasks: in an order in which they can be done
-    processes: how many at a time
-    began: called with the name of each task that starts
-    ended: called with the name of each that has ended, and None or what went wrong in words
-
-    Left before the end, by Ctrl-C or an error, it starts no other task and stops those that run.
-    """
-    import submitit
-    waiting, running, results = list(tasks), {}, {}
-    gpus = visible_gpus() or [None]
-    shares = dict(OMP_NUM_THREADS=str(max(1, cores()//processes)), TQDM_DISABLE="1")
-    def end(name, failure):
-        results[name] = failure
-        ended(name, failure)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, FileLock(f"{folder}/command") as command:
-        executor = submitit.AutoExecutor(folder, cluster="local")
-        executor.update_parameters(timeout_min=60*24*365)
-        try:
-            while waiting or running:
-                for task in [task for task in waiting if any(results.get(need) for need in task.needs)]:
-                    waiting.remove(task)
-                    end(task.name, f"it needs {next(n for n in task.needs if results.get(n))}, which failed")
-                for slot in set(range(processes)) - running.keys():
-                    task = next((t for t in waiting if all(need in results for need in t.needs)), None)
-                    if task is None: break
-                    waiting.remove(task)
-                    work = _Local(task.work, command.lock_file, gpus[slot % len(gpus)])
-                    with environment(shares), _deaf_to_interrupts(): running[slot] = task.name, executor.submit(work)
-                    began(task.name)
-                for slot, (name, job) in list(running.items()):
-                    if job.done(): end(running.pop(slot)[0], _failure(job))
-                time.sleep(0.1)
-        finally: _stop([job for _, job in running.values()])
+# %% ../nbs/34_cluster.ipynb #cbb7bda8
+def _start(executor, work: Callable, command: str, slot: int, processes: int):
+    "Starts work as one of several processes. Returns submitit's job."
+    gpus = visible_gpus()
+    gpu = gpus[slot % len(gpus)] if gpus else None
+    share = dict(OMP_NUM_THREADS=str(max(1, cores()//processes)), TQDM_DISABLE="1")
+    with environment(share), _deaf_to_interrupts(): return executor.submit(_Local(work, command, gpu))
 
 # %% ../nbs/34_cluster.ipynb #a3a21bf6
 def _failure(job) -> str | None:
@@ -183,6 +153,43 @@ def _stop(jobs: list) -> None:
     for job in jobs: os.kill(int(job.job_id), signal.SIGTERM)
     until = time.monotonic() + PATIENCE
     while any(not job.done() for job in jobs) and time.monotonic() < until: time.sleep(0.1)
+
+# %% ../nbs/34_cluster.ipynb #8ae89dc7
+def run_tasks(tasks: Iterable[Task], processes: int, began: Callable, ended: Callable) -> None:
+    """Does tasks side by side, each in a process of its own, and returns when all have ended.
+
+    tasks: in an order in which they can be done
+    processes: how many at a time
+    began: called with the name of each task that starts
+    ended: called with the name of each that has ended, and None or what went wrong in words
+
+    Left before the end, by Ctrl-C or an error, it starts no other task and stops those that run.
+    """
+    import submitit
+    waiting, running, results = list(tasks), {}, {}
+    def end(name, failure):
+        results[name] = failure
+        ended(name, failure)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, FileLock(f"{folder}/command") as command:
+        executor = submitit.AutoExecutor(folder, cluster="local")
+        executor.update_parameters(timeout_min=60*24*365)
+        try:
+            while waiting or running:
+                for task in list(waiting):
+                    failed = [need for need in task.needs if results.get(need)]
+                    ready = results.keys() >= set(task.needs) and len(running) < processes
+                    if failed or ready: waiting.remove(task)
+                    if failed: end(task.name, f"it needs {failed[0]}, which failed")
+                    elif ready:
+                        slot = min(set(range(processes)) - running.keys())
+                        running[slot] = task.name, _start(executor, task.work, command.lock_file, slot, processes)
+                        began(task.name)
+                for slot, (name, job) in list(running.items()):
+                    if job.done():
+                        del running[slot]
+                        end(name, _failure(job))
+                time.sleep(0.1)
+        finally: _stop([job for _, job in running.values()])
 
 # %% ../nbs/34_cluster.ipynb #9884981b
 def run_side_by_side(preset, root=None, force: bool = False, only: Iterable[str] = (), processes: int = 2,

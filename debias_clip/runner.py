@@ -38,7 +38,7 @@ from debias_clip.preset import (
     training_options,
 )
 
-# %% ../nbs/33_runner.ipynb #54262923
+# %% ../nbs/33_runner.ipynb #c60334fc
 def versions() -> dict[str, str]:
     "Versions of Python, of this library and of what computes."
     installed = {"python": ".".join(map(str, sys.version_info[:3])), "debias_clip": debias_clip.__version__}
@@ -52,7 +52,9 @@ def git_state(root) -> dict | None:
     def git(*args):
         done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=True)
         return done.stdout.strip()
-    try: return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", ".", ":(exclude)runs"))}
+    try:
+        changed = git("status", "--porcelain", "--", ".", ":(exclude)runs")
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
     except (OSError, subprocess.CalledProcessError): return None
 
 # %% ../nbs/33_runner.ipynb #e75a4270
@@ -123,7 +125,7 @@ def _where_it_stopped(nb: dict) -> str:
     first = next((line.strip() for line in lines if not line.startswith("#")), "")
     return f"in cell {begun[-1] + 1} of {len(cells)}, `{first}`"
 
-# %% ../nbs/33_runner.ipynb #482f9782
+# %% ../nbs/33_runner.ipynb #156cc6ca
 def _write_json(file: Path, content: dict) -> None: write_atomically(file, json.dumps(content, indent=1) + "\n")
 
 def _leave_failed(job: Job, what: str) -> str:
@@ -139,10 +141,11 @@ def _keep_result(job: Job, seconds: float, reads: dict[str, str]) -> None:
     "Puts a finished run in its place, the record last."
     measured = json.loads(job.file("metrics.json").read_text(encoding="utf-8"))
     _write_json(job.file("ipynb"), _executed(job))
-    made_by = dict(key=job.key, cells=job.cells, code=job.code, parameters=job.parameters, models=job.models, reads=reads)
+    made_by = dict(key=job.key, cells=job.cells, code=job.code, parameters=job.parameters)
+    made_from = dict(models=job.models, reads=reads)
     rests_on = dict(seconds=round(seconds, 1), device=measured["device"], versions=versions(), git=git_state(job.root))
     results = dict(files=figures(job), metrics=measured["metrics"])
-    _write_json(job.file("json"), {"experiment": job.name, **made_by, **rests_on, **results})
+    _write_json(job.file("json"), {"experiment": job.name, **made_by, **made_from, **rests_on, **results})
     for ending in PASSING: job.file(ending).unlink(missing_ok=True)
 
 PASSING = ("partial.ipynb", "metrics.json", "failed.ipynb")   # endings of files that a finished run does not leave
