@@ -170,14 +170,14 @@ def misfits_of_loss(c: TrainConfig):
     width = families.model_config(c.backbone)["embed_dim"]
     if c.pca_dim > width: yield f"pca_dim={c.pca_dim} is more than the {width} dimensions of {c.backbone}'s features"
 
-# %% ../nbs/17_config.ipynb #2ee4283a
+# %% ../nbs/17_config.ipynb #ac71050c
 def misfits_of_images(c: TrainConfig):
     "What does not fit open_clip's image augmentation."
     known = [f.name for f in dataclasses.fields(AugmentationCfg)]
     for name in c.image_aug:
         if name not in known: yield f"image_aug: {unknown('field', name, known)}"
     if c.image_aug and c.freeze_image:
-        yield "image_aug needs pictures encoded anew each time, freeze_image encodes them once: leave out one of the two"
+        yield "image_aug needs pictures encoded anew each time, freeze_image encodes them once: leave one out"
 
 # %% ../nbs/17_config.ipynb #d4a9dba8
 def plain_fields(config: TrainConfig) -> dict:

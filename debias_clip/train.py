@@ -316,7 +316,7 @@ def encoded_pictures(config, model, data, share, options):
             features = model.encode_image(batch["image"].to(place, non_blocking=True))
         yield batch["index"].numpy(), F.normalize(features.float(), dim=-1).cpu().numpy()
 
-# %% ../nbs/19_train.ipynb #d757c266
+# %% ../nbs/19_train.ipynb #8833e21b
 class Log:
     """Progress bar, TensorBoard and log.jsonl, means over ranks, written by the first rank.
 
@@ -332,9 +332,9 @@ class Log:
         self.tensorboard = SummaryWriter(folder/"tensorboard", purge_step=start)
         self.lines = open(folder/"log.jsonl", "a", encoding="utf-8")
         if self.lines.tell(): self.lines.write("\n")   # the last line may have been cut by a kill
-        slow = not sys.stderr.isatty()
-        self.bar = tqdm(total=steps, initial=start, unit="step", desc=f"{config.backbone} {folder.name}", leave=not slow,
-                        mininterval=20 if slow else 0.5, maxinterval=60, dynamic_ncols=True)
+        seen = sys.stderr.isatty()
+        self.bar = tqdm(total=steps, initial=start, unit="step", desc=f"{config.backbone} {folder.name}", leave=seen,
+                        mininterval=0.5 if seen else 20, maxinterval=60, dynamic_ncols=True)
 
     def step(self, step, losses, model, lr, every=10):
         "After each step. Numbers leave the device every `every` steps only, since reading them waits for it."
@@ -514,7 +514,7 @@ def give_back():
     gc.collect()
     with suppress(OSError, AttributeError): ctypes.CDLL(None).malloc_trim(0)
 
-# %% ../nbs/19_train.ipynb #41ce83ce
+# %% ../nbs/19_train.ipynb #9ffe1779
 def go_on(step: Step, folder) -> int:
     "Puts the last whole checkpoint in place, where there is one. Returns the number of steps done."
     rank, world = rank_and_world()
@@ -524,8 +524,8 @@ def go_on(step: Step, folder) -> int:
     state = restore(folder/"checkpoints"/f"step-{done:07d}", step.model, step.optimizer)
     if step.scaler.is_enabled(): step.scaler.load_state_dict(state["scaler"])
     if state["world"] != world and rank == 0:
-        warnings.warn(f"{folder.name} goes on from step {done} on {world} processes; until there it was {state['world']}. "
-                      "Batches and losses stay the same, but sums are taken in another order: the weights will not be "
+        warnings.warn(f"{folder.name} goes on from step {done} on {world} processes; until there it was "
+                      f"{state['world']}. Batches and losses stay the same, but sums are taken in another order: the weights will not be "
                       "bit-equal to an undisturbed run's.", stacklevel=2)
     return done
 
