@@ -17,7 +17,7 @@ from debias_clip import config as configuration
 from debias_clip.captions import PIECES, RECIPES, Recipe, piece
 from debias_clip.config import RunOptions, TrainConfig, arm_config, model_key, read_config, run_options
 
-pytest_plugins = ["training_runs"]
+pytest_plugins = ["training_fixtures"]
 
 
 # What is refused
@@ -117,7 +117,7 @@ def test_a_file_holds_both_kinds_of_fields(tmp_path):
         init=dict(data="coco", root="data/coco", save_every=7, recipe=None, short_weight=0.0))))
     config, options = read_config(file)
     assert (config.epochs, config.init.data) == (1, "coco") and (options.workers, options.watch.every) == (3, 5)
-    assert (options.root_of("docci"), options.root_of("coco"), options.root_of("dci")) == ("data/docci", "data/coco", None)
+    assert [options.root_of(name) for name in ("docci", "coco", "dci")] == ["data/docci", "data/coco", None]
     assert options.save_every == 7 and config.as_dict().keys() == TrainConfig.model_fields.keys()
 
 
@@ -238,7 +238,8 @@ def test_data_counts_by_what_it_holds(tmp_path):
     here, there = (write_table(tmp_path/name, colours, captions) for name in ("here", "far/there"))
     pictures = write_table(tmp_path/"pictures", ["red", "lime"], captions)
     texts = write_table(tmp_path/"texts", colours, ["A red square. It is large.", captions[1]])
-    keys = [model_key(TrainConfig(data=data, backbone="scenes-clip", keep=8)) for data in (here, there, pictures, texts)]
+    base = TrainConfig(backbone="scenes-clip", keep=8)
+    keys = [model_key(base.replace(data=data)) for data in (here, there, pictures, texts)]
     assert keys[0] == keys[1] and len(set(keys)) == 3
 
 

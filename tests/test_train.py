@@ -44,12 +44,13 @@ from debias_clip.resume import Stopped, last_checkpoint
 from debias_clip.tokens import get_tokenizer
 from debias_clip.train import build_model, lr_at, run_files, starting_model, train, training_pairs, training_records
 
-pytest_plugins = ["training_runs"]
+pytest_plugins = ["training_fixtures"]
 
 BOTH = pytest.mark.parametrize("backbone", ["tiny-clip", "tiny-siglip"])
 
 
-def of(backbone, starts, **changes): return TrainConfig(**SMALL | dict(backbone=backbone, init=starts[backbone]) | changes)
+def of(backbone, starts, **changes):
+    return TrainConfig(**SMALL | dict(backbone=backbone, init=starts[backbone]) | changes)
 
 
 def one_batch(config, n=16, models="models"):
@@ -92,7 +93,7 @@ def test_warm_up_and_cosine():
     config = TrainConfig(lr=2.0, warmup=4)
     rates = [lr_at(step, config, 104) for step in range(105)]
     assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0] and math.isclose(rates[54], 1) and abs(rates[104]) < 1e-12
-    assert all(a >= b for a, b in zip(rates[3:], rates[4:], strict=False)) and lr_at(0, config.replace(warmup=0), 1) == 2
+    assert sorted(rates[3:], reverse=True) == rates[3:] and lr_at(0, config.replace(warmup=0), 1) == 2
 
 
 def test_second_time_does_no_work(arm, whole, monkeypatch):
@@ -165,33 +166,48 @@ def test_samples_are_what_is_trained_on(whole, arm):
 
 # Numbers
 
-def test_the_training_version_stands_for_these_weights(tmp_path):
-    "A tiny training from weights that a formula made, on one thread: its moves are written down here."
-    (tmp_path/"data").mkdir()
+def formula_data(folder):
+    "Pictures and captions that a formula makes."
+    folder.mkdir()
     for i in range(24):
         pixels = (np.arange(48*48*3).reshape(48, 48, 3)*(i + 3)//7 % 256).astype(np.uint8)
-        Image.fromarray(pixels).save(tmp_path/"data"/f"{i}.png")
+        Image.fromarray(pixels).save(folder/f"{i}.png")
     rows = [dict(image=f"{i}.png", caption=f"Picture {i} is new. It has {i % 5} cats. They like dog {i % 7}. Red sky!")
             for i in range(24)]
-    (tmp_path/"data"/"captions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder/"captions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+def formula_weights(file):
     model = create_model("tiny-clip", context_length=28, keep=8)
     for p in model.parameters(): p.data = 0.1*torch.sin(torch.arange(p.numel())**1.5).view(p.shape)
-    init = save_checkpoint(model, tmp_path/"start.safetensors")
-    config = TrainConfig(**SMALL | dict(data=str(tmp_path/"data"), data_options={}, batch_size=12, pca_dim=4, pca_group=6,
-                                        epochs=2, eps=1e-4), init=str(init), logit_scale=2.5)
+    return str(save_checkpoint(model, file))
+
+
+def move(before, after):
+    "A number that tells how a tensor moved, whatever the direction."
+    moved = (after - before).flatten()
+    return float(moved @ torch.cos(torch.arange(len(moved))))
+
+
+def test_the_training_version_stands_for_these_weights(tmp_path):
+    "A tiny training on one thread: its moves are written down here."
+    data, init = formula_data(tmp_path/"data"), formula_weights(tmp_path/"start.safetensors")
+    changes = dict(data=data, data_options={}, batch_size=12, pca_dim=4, pca_group=6, epochs=2, eps=1e-4)
+    config, threads = TrainConfig(**SMALL | changes, init=init, logit_scale=2.5), torch.get_num_threads()
     before = starting_model(config)[0].state_dict()
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try: after = load_file(train(config, tmp_path/"models", RunOptions(workers=0)).weights)
     finally: torch.set_num_threads(threads)
-    moves = {name: float(((after[name] - before[name]).flatten()*torch.cos(torch.arange(after[name].numel()))).sum())
-             for name in GOLDEN}
-    assert moves == pytest.approx(GOLDEN, rel=1e-3, abs=1e-7), (
+    moves = {name: move(before[name], after[name]) for name in GOLDEN}
+    assert moves == pytest.approx(GOLDEN, rel=1e-3), (
         f"The same configuration trains other weights than version {TRAINING_VERSION}: {moves}. If that is meant, "
         "raise TRAINING_VERSION in nbs/17_config.ipynb and write down these moves.")
 
-GOLDEN = {"positional_embedding": 0, "text_projection": 0, "transformer.resblocks.0.attn.in_proj_weight": 0,
-          "visual.conv1.weight": 0, "visual.proj": 0, "logit_scale": 0}
+GOLDEN = {
+    "positional_embedding": 0.0134790, "text_projection": 0.00437270,
+    "transformer.resblocks.0.attn.in_proj_weight": -0.00943272, "visual.conv1.weight": -0.0124519,
+    "visual.proj": 0.00607838, "logit_scale": -0.00264931}
 
 
 def test_half_precision_is_near(arm, tmp_path):
@@ -200,22 +216,20 @@ def test_half_precision_is_near(arm, tmp_path):
 
 
 @pytest.mark.parametrize("options", [RunOptions(), RunOptions(micro_batch=5)], ids=["whole", "parts"])
-def test_the_loss_is_differentiated_in_float32(options, arm, monkeypatch):
+def test_the_loss_is_differentiated_in_float32(options, arm):
     "The towers' bfloat16 must not reach into the gradients that the loss gives the features."
-    config, seen = arm.replace(precision="bf16").resolved(), []
+    config, features, gradients = arm.replace(precision="bf16").resolved(), {}, {}
     model, batch = one_batch(config)
-    def captured(views):
-        for view in views[:3]: view.register_hook(lambda g: seen.append(g.clone()))
-        return views
+    def capture(towers, given, views):
+        for k, view in enumerate(views[:4]):
+            features[k] = view.detach().double()
+            view.register_hook(lambda g, k=k: gradients.update({k: g.double()}))
     step = trainer.Step(config, model, options, 9)
-    step.towers.register_forward_hook(lambda module, given, views: features.extend(v.detach() for v in captured(views)))
-    features = []
+    step.towers.register_forward_hook(capture)
     step(batch, 0)
-    views = [f.double().requires_grad_() for f in features[:3]]
-    trainer.loss_of(config)(*views, features[3].double())["loss"].backward()
-    exact = {tuple(v.grad.shape) + (k,): v.grad for k, v in enumerate(views)}.values()
-    for gradient in seen:
-        assert min(float((gradient - e).norm()/e.norm()) for e in exact) < 1e-6
+    exact = [view.requires_grad_() for view in features.values()]
+    trainer.loss_of(config)(*exact)["loss"].backward()
+    for k, view in enumerate(exact): assert (gradients[k] - view.grad).norm() < 1e-6*view.grad.norm()
 
 
 def test_dropout_draws_by_step_and_rank(starts, tmp_path, monkeypatch):
@@ -241,7 +255,7 @@ def test_dropout_draws_by_step_and_rank(starts, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("world, options", [(2, RunOptions()), (4, RunOptions(micro_batch=3, grad_checkpointing=True))])
 def test_one_model_on_several_processes(world, options, arm, processes, tmp_path):
-    "Groups of the PCA are parts of a rank's batch, a rank's batch, or span two of them. A large eps keeps AdamW smooth."
+    "A PCA group is part of a rank's batch, all of it, or spans two of them. A large eps keeps AdamW smooth."
     config = arm.replace(batch_size=32, pca_group=16, data_options=dict(n=64), eps=1e-3)
     assert ends(start(processes, world, config, tmp_path/"several", options)) == [0]*world
     one, several = train(config, tmp_path/"one"), train(config, tmp_path/"several")
@@ -265,7 +279,8 @@ def keep_own(rank, port, config, folder):
 
 
 def test_ranks_stay_equal(arm, processes, tmp_path):
-    web = arm.replace(init=None, data_options=dict(n=16), context_length=28, recipe=None, short_weight=0, epochs=1)
+    web = arm.replace(init=None, data_options=dict(n=16), context_length=28, recipe=None, short_weight=0, epochs=1,
+                      warmup=0)
     config = arm.replace(init=web, batch_size=20, pca_group=10, data_options=dict(n=40), epochs=2)
     port = free_port()
     ranks = [processes(target=keep_own, args=(r, port, config, tmp_path), daemon=True) for r in range(2)]
@@ -420,7 +435,7 @@ def test_unreadable_pictures_are_a_setting(files, tmp_path):
     (data/"2.png").write_bytes(b"")
     captions = "".join(f"{i}.png,A square. It is number {i}.\n" for i in range(4))
     (data/"captions.csv").write_text("image,caption\n" + captions)
-    config = TrainConfig(data=str(data), backbone="tiny-clip", keep=8)
+    config = TrainConfig(**SMALL | dict(data=str(data), data_options={}))
     assert len(training_records(config)) == 4
     with pytest.raises(ValueError, match="1 of 4 images cannot be read"):
         training_records(config.replace(data_options=dict(max_unreadable=0.2)))

@@ -1,9 +1,5 @@
-"""What the tests of the trainer share: tiny models, a run left alone, and processes that have torch imported already.
-
-A test file that uses the fixtures says `pytest_plugins = ["training_runs"]`.
-"""
+"""What the tests of the trainer share: tiny models, kills, and trainings in several processes."""
 import json
-import multiprocessing
 import os
 import socket
 import tempfile
@@ -12,14 +8,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import open_clip
-import pytest
 import torch
 from safetensors.torch import load_file
 
 import debias_clip.train as trainer
-from debias_clip.config import RunOptions, TrainConfig
+from debias_clip.config import RunOptions
 from debias_clip.families import model_config
-from debias_clip.models import create_model, save_checkpoint
 from debias_clip.resume import Stopped
 from debias_clip.train import train
 
@@ -57,31 +51,6 @@ class Killed(Exception):
     "Stands for a kill in this process."
 
 
-@pytest.fixture(scope="session")
-def starts(tmp_path_factory):
-    "Backbone -> file of random weights at pre-training's length, which is quicker than a pre-training."
-    folder, files = tmp_path_factory.mktemp("starts"), {}
-    for backbone in ("tiny-clip", "tiny-siglip", "tiny-dropout", "tiny-resnet", "tiny-convnext"):
-        torch.manual_seed(0)
-        model = create_model(backbone, context_length=28, keep=8)
-        for name, parameter in model.named_parameters():     # convnext's blocks begin at a millionth of their output
-            if name.endswith("gamma"): torch.nn.init.ones_(parameter)
-        files[backbone] = str(save_checkpoint(model, folder/f"{backbone}.safetensors"))
-    return files
-
-
-@pytest.fixture(scope="session")
-def arm(starts): return TrainConfig(**SMALL, init=starts["tiny-clip"])
-
-
-@pytest.fixture(scope="session")
-def whole(arm, tmp_path_factory):
-    "A run left alone, and the samples of its steps."
-    with pytest.MonkeyPatch.context() as patch:
-        seen = steps_seen(patch)
-        return train(arm, tmp_path_factory.mktemp("whole"), SECOND_STEP), seen
-
-
 def steps_seen(monkeypatch, stop=None):
     "Records the sample numbers of each step; raises Killed in place of the step numbered `stop` (from 0)."
     seen, take = [], trainer.Step.__call__
@@ -109,14 +78,6 @@ def distance(a, b):
 
 
 # Several processes
-
-@pytest.fixture(scope="session")
-def processes():
-    "Makes processes that have torch imported already."
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["training_runs", "torch.utils.tensorboard"])
-    return context.Process
-
 
 def free_port():
     with socket.socket() as s:
