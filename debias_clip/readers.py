@@ -7,9 +7,8 @@ __all__ = ['Sample', 'checked', 'raising', 'find', 'numbers', 'parsed', 'value',
            'columns_hint', 'csv_rows', 'row_fault', 'caption_cell', 'texts_of_json', 'cut', 'sentences_of', 'present',
            'in_memory', 'at_rest', 'write_index', 'splitting_rules', 'read_records', 'without_repeats']
 
-# %% ../nbs/11_readers.ipynb #ae78e5b1
+# %% ../nbs/11_readers.ipynb #b1bceb40
 import csv
-import inspect
 import itertools
 import json
 import os
@@ -24,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .captions import split_sentences
+from . import sentences
 from .core import content_key
 from debias_clip.records import (
     Column,
@@ -38,6 +37,7 @@ from debias_clip.records import (
     why_missing,
     write_samples,
 )
+from .sentences import split_sentences
 
 # %% ../nbs/11_readers.ipynb #4ddba7f1
 class Sample(NamedTuple):
@@ -248,7 +248,7 @@ def in_memory(name, samples, splitter, protocol) -> Records:
     images, captions, short = map(list, zip(*cut(splitter, list(samples)), strict=True))
     return Records(name, images, captions, short if any(short) else None, splitter, protocol)
 
-# %% ../nbs/11_readers.ipynb #db875e95
+# %% ../nbs/11_readers.ipynb #1e103391
 def at_rest(name, samples, splitter, protocol, source: Path, root, cache=None, made_by=None) -> Records:
     """Records of samples, in an Arrow file made once.
 
@@ -273,7 +273,7 @@ def write_index(samples, splitter, root, folder):
 @lru_cache
 def splitting_rules() -> str:
     "The code that splits sentences, without its comments and layout."
-    return syntax_tree(parse_code(Path(inspect.getfile(split_sentences)).read_text(encoding="utf-8")))
+    return syntax_tree(parse_code(Path(sentences.__file__).read_text(encoding="utf-8")))
 
 # %% ../nbs/11_readers.ipynb #e20fefd6
 def read_records(path, image="image", caption=None, root=None, splitter="default", max_missing=0.0,
