@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['to_open_clip', 'to_hugging_face', 'to_diffusers']
 
-# %% ../nbs/02a_export.ipynb #e697bf64
+# %% ../nbs/02a_export.ipynb #00061069
 import importlib
 import json
 import os
@@ -22,7 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from .models import _build, _load_all, _text_tower, stretch_positions
-from .tokens import get_tokenizer, model_config
+from .families import model_config
+from .tokens import get_tokenizer
 
 # %% ../nbs/02a_export.ipynb #727a51db
 def _free(folder):
@@ -70,7 +71,7 @@ def _write_weights(module, file, facts, **more):
 
 def _write_json(file, value): file.write_text(json.dumps(value, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
 
-# %% ../nbs/02a_export.ipynb #4a6d8f7c
+# %% ../nbs/02a_export.ipynb #305ed665
 def to_open_clip(model, folder, path_of_tokenizer=None, **metadata):
     """Write a model as a folder that stock open_clip loads: `open_clip.create_model("local-dir:FOLDER")`, `open_clip.get_tokenizer("local-dir:FOLDER")`.
 
@@ -86,7 +87,7 @@ def to_open_clip(model, folder, path_of_tokenizer=None, **metadata):
     with _whole_folder(folder) as beside:
         _write_weights(plain, beside/'open_clip_model.safetensors', facts)
         _write_json(beside/'open_clip_config.json', dict(model_cfg=config, preprocess_cfg=image, debias_clip=facts))
-        if tok.family == 'siglip': tok._words.hf.tokenizer.save_pretrained(beside)
+        if tok.family.name == 'siglip': tok.words.hf.tokenizer.save_pretrained(beside)
     return folder
 
 def _tokenizer(model, path=None):
@@ -108,28 +109,28 @@ def _one_space():
     from tokenizers import Regex, normalizers as n
     return [n.Replace(Regex(r'\s+'), ' '), n.Strip()]
 
-# %% ../nbs/02a_export.ipynb #8d3e3311
+# %% ../nbs/02a_export.ipynb #43b66f42
 _SOT, _EOT = '<|startoftext|>', '<|endoftext|>'  # Hugging Face's spellings of open_clip's <start_of_text> and <end_of_text>
 
 def _clip_words(tok):
     "CLIP's byte-pair tokeniser (a `Tokenizer` of the clip family) as one of the tokenizers library."
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-    bpe = tok._words.bpe
+    bpe = tok.words.bpe
     vocab = {k: v for k, v in bpe.encoder.items() if v < tok.sot} | {_SOT: tok.sot, _EOT: tok.eot}
     out = Tokenizer(models.BPE(vocab=vocab, merges=sorted(bpe.bpe_ranks, key=bpe.bpe_ranks.get), end_of_word_suffix='</w>'))
     out.normalizer = normalizers.Sequence([*_ftfy(), *_one_space(), normalizers.Lowercase()])
-    words = pre_tokenizers.Split(Regex(tok._words.pattern.pattern), behavior='removed', invert=True)
+    words = pre_tokenizers.Split(Regex(tok.words.pattern.pattern), behavior='removed', invert=True)
     out.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     out.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace('</w>', ' '), decoders.Strip(' ', 0, 1)])
     out.post_processor = processors.RobertaProcessing((_EOT, tok.eot), (_SOT, tok.sot), trim_offsets=False, add_prefix_space=False)
     out.add_special_tokens([_SOT, _EOT])
     return out
 
-# %% ../nbs/02a_export.ipynb #fd3a6b18
+# %% ../nbs/02a_export.ipynb #49a76f08
 def _siglip_words(tok):
     "SigLIP's tokeniser (a `Tokenizer` of the siglip family) with open_clip's `canonicalize` in front, as one of the tokenizers library."
     from tokenizers import Regex, Tokenizer, normalizers as n
-    out = Tokenizer.from_str(tok._words.hf.tokenizer.backend_tokenizer.to_str())
+    out = Tokenizer.from_str(tok.words.hf.tokenizer.backend_tokenizer.to_str())
     clean = [*_ftfy(), n.Replace('_', ' '), n.Replace(Regex(f'[{re.escape(string.punctuation)}]'), ''), n.Lowercase(), *_one_space()]
     out.normalizer = n.Sequence(clean + [out.normalizer] * bool(out.normalizer))
     return out
@@ -138,15 +139,15 @@ def _hf_tokenizer(tok):
     "A `Tokenizer` of this library as transformers' kind, with its context length. CLIP's pads are EOT, as in OpenAI's own folder; SigLIP's have no mask, since it sees them."
     fast = _need('transformers').PreTrainedTokenizerFast
     more = dict(model_max_length=tok.context_length, split_special_tokens=True, padding_side='right', clean_up_tokenization_spaces=False)
-    if tok.family == 'clip': return fast(tokenizer_object=_clip_words(tok), bos_token=_SOT, eos_token=_EOT, unk_token=_EOT, pad_token=_EOT, **more)
-    own = tok._words.hf.tokenizer
+    if tok.family.name == 'clip': return fast(tokenizer_object=_clip_words(tok), bos_token=_SOT, eos_token=_EOT, unk_token=_EOT, pad_token=_EOT, **more)
+    own = tok.words.hf.tokenizer
     return fast(tokenizer_object=_siglip_words(tok), eos_token=own.eos_token, pad_token=own.pad_token, unk_token=own.unk_token, model_input_names=['input_ids'], **more)
 
 def _check_ids(fast, tok):
     "ValueError where the tokeniser of the folder reads a text otherwise than `tok`."
     for text in ('A small red circle!', "It's the “quoted” text’s END; a_b &amp; 100 %\n", 'café ' * tok.context_length, ''):
         want = tok([text])[0].tolist()
-        if tok.family == 'clip': want = [tok.eot if i >= want.index(tok.eot) else t for i, t in enumerate(want)]
+        if tok.family.name == 'clip': want = [tok.eot if i >= want.index(tok.eot) else t for i, t in enumerate(want)]
         if fast(text, padding='max_length', truncation=True).input_ids != want:
             raise ValueError(f"The tokeniser, written for transformers, would read {text[:50]!r} otherwise than it does here; it has steps that are not known. to_open_clip takes it.")
     return fast
@@ -177,7 +178,7 @@ def _hf_state(state):
         else: out[k] = v.T if k in ('text_projection.weight', 'visual_projection.weight') else v
     return out
 
-# %% ../nbs/02a_export.ipynb #910a3370
+# %% ../nbs/02a_export.ipynb #ac247bff
 def _act(module):
     name, how = type(module).__name__, getattr(module, 'approximate', 'none')
     if name == 'QuickGELU': return 'quick_gelu'
@@ -196,8 +197,8 @@ def _hf_config(plain, tok):
     hf, tower, visual, width = _need('transformers'), _text_tower(plain), plain.visual, model_config(plain.backbone)['embed_dim']
     trunk = getattr(visual, 'trunk', None)
     text = _sizes(tower.transformer.resblocks, tower.ln_final) | dict(max_position_embeddings=plain.context_length, vocab_size=tower.token_embedding.num_embeddings,
-                                                                      bos_token_id=tok.sot, eos_token_id=tok.eot, pad_token_id=tok.pad if tok.family == 'siglip' else tok.eot)
-    if tok.family == 'siglip':
+                                                                      bos_token_id=tok.sot, eos_token_id=tok.eot, pad_token_id=tok.pad if tok.family.name == 'siglip' else tok.eot)
+    if tok.family.name == 'siglip':
         if type(getattr(trunk, 'attn_pool', None)).__name__ != 'AttentionPoolLatent':
             raise ValueError(f"a SiglipModel's image tower is timm's ViT with an attention pool, and this one is {_named(visual)}")
         vision = _sizes(trunk.blocks, trunk.norm) | dict(patch_size=_side(trunk.patch_embed.patch_size), image_size=_side(visual.image_size))
@@ -286,16 +287,16 @@ def _image_processor(plain):
     if cfg['resize_mode'] == 'shortest': return hf.CLIPImageProcessor(size=dict(shortest_edge=n), crop_size=square, **same)
     return hf.SiglipImageProcessor(size=square, **same)
 
-# %% ../nbs/02a_export.ipynb #3dcf1f95
+# %% ../nbs/02a_export.ipynb #1e07f271
 def _sentence_transformers(tok):
     "File name -> content of what sentence-transformers reads beside the model: one module, its two inputs, and SigLIP's padding."
     how = {kind: dict(method=f'get_{kind}_features', method_output_name='pooler_output') for kind in ('text', 'image')}
     module = dict(transformer_task='feature-extraction', modality_config=how, module_output_name='sentence_embedding')
-    if tok.family == 'siglip': module['processing_kwargs'] = dict(text=dict(padding='max_length', truncation=True))
+    if tok.family.name == 'siglip': module['processing_kwargs'] = dict(text=dict(padding='max_length', truncation=True))
     return {'modules.json': [dict(idx=0, name='0', path='', type='sentence_transformers.base.modules.transformer.Transformer')], 'sentence_bert_config.json': module,
             'config_sentence_transformers.json': dict(model_type='SentenceTransformer', prompts=dict(query='', document=''), default_prompt_name=None, similarity_fn_name='cosine')}
 
-# %% ../nbs/02a_export.ipynb #153c8c96
+# %% ../nbs/02a_export.ipynb #ee9ad4e1
 def to_diffusers(model, pipeline):
     """Put a model's text encoder into a Stable Diffusion or SDXL pipeline, for prompts as long as its context length.
 
@@ -305,7 +306,7 @@ def to_diffusers(model, pipeline):
     Raises ValueError where width, vocabulary, length or kind of the pipeline does not fit, ImportError without the `hf` extra.
     """
     hf, tok = _need('transformers'), _tokenizer(model)
-    if tok.family != 'clip': raise ValueError(f"{_inner(model).backbone} is of the siglip family, and a Stable Diffusion pipeline reads CLIP's tokens. Take a CLIP backbone.")
+    if tok.family.name != 'clip': raise ValueError(f"{_inner(model).backbone} is of the siglip family, and a Stable Diffusion pipeline reads CLIP's tokens. Take a CLIP backbone.")
     old, second = _encoders(pipeline, hf)
     _check_fit(_inner(model), tok, pipeline, second)
     table = _second_table(_inner(model), second)

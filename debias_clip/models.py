@@ -6,7 +6,7 @@
 __all__ = ['stretch_positions', 'CLIP', 'CustomTextCLIP', 'extend_positions', 'encode_texts', 'freeze_positions',
            'load_checkpoint', 'save_checkpoint', 'create_model', 'create_model_and_transforms']
 
-# %% ../nbs/02_models.ipynb #e603505c
+# %% ../nbs/02_models.ipynb #ff8ee46e
 import json
 import os
 import pickle
@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .tokens import _reach_hub, model_config, stretched_length, text_family
+from .families import family_of, model_config, reach_hub as _reach_hub, stretched_length
 
 # %% ../nbs/02_models.ipynb #9df7e47f
 def stretch_positions(table, factor=4, keep=20):
@@ -71,11 +71,11 @@ class _FixedLength:
 class CLIP(_FixedLength, open_clip.CLIP): "open_clip's CLIP, for token rows of exactly its context length."
 class CustomTextCLIP(_FixedLength, open_clip.CustomTextCLIP): "open_clip's CustomTextCLIP (SigLIP, …), for token rows of exactly its context length."
 
-# %% ../nbs/02_models.ipynb #e02a4ee6
+# %% ../nbs/02_models.ipynb #8b36db8c
 def _build(backbone, context_length=None):
     "A model of random weights for a backbone of either family, with `context_length` positions (None: the configuration's)."
     config = model_config(backbone)
-    text_family(backbone)  # refuses text towers that we cannot place pads for
+    family_of(backbone)  # refuses text towers that we cannot place pads for
     if context_length: config['text_cfg']['context_length'] = context_length
     if 'timm_model_name' in config['vision_cfg']: config['vision_cfg']['timm_model_pretrained'] = False
     model = (CustomTextCLIP if config.pop('custom_text', False) else CLIP)(**config)
@@ -319,7 +319,7 @@ def _one_table(state, positions, path):
     state[name] = first if positions == 'official' else torch.cat([first[:20], rest[20:]])
     return True
 
-# %% ../nbs/02_models.ipynb #d4ff78e0
+# %% ../nbs/02_models.ipynb #9061e20d
 def _shapes(state): return {k: tuple(v.shape) for k, v in state.items() if not k.endswith('positional_embedding') or k.startswith('visual')}
 
 def _find_backbone(state, quick_gelu, path):
@@ -346,7 +346,7 @@ def _may_be(config, state):
     return tuple(state['visual.conv1.weight'].shape) == (vision.get('width', 768), 3, *[vision.get('patch_size', 16)] * 2)
 
 def _is_ours(name):
-    try: return bool(text_family(name))
+    try: return bool(family_of(name))
     except ValueError: return False
 
 # %% ../nbs/02_models.ipynb #ca7f00f0
