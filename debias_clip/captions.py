@@ -197,15 +197,7 @@ def _places(pieces, n, rng) -> list[int]:
             raise ValueError(f"the piece {piece} made {places} of the places {before} of a caption's sentences")
     return places
 
-# %% ../nbs/00_captions.ipynb #f06155c6
-def _try_pads(pads):
-    "Raises ValueError where a pads piece does not work or gives more pads than are free."
-    for n_post in (0, 10):
-        n_pre = pads(n_post, random.Random(0))
-        if not (isinstance(n_pre, int) and 0 <= n_pre <= n_post):
-            raise ValueError(f"the piece {pads} gives {n_pre!r} of {n_post} pads")
-
-# %% ../nbs/00_captions.ipynb #519dd855
+# %% ../nbs/00_captions.ipynb #cf20edbf
 def _line(name, given) -> tuple:
     "The pieces of a caption, tried out. name: of the recipe's field."
     if isinstance(given, str) or not isinstance(given, Sequence):
@@ -218,20 +210,22 @@ def _pads(given) -> Piece | None:
     "The pads piece of a caption, tried out; None: no pads."
     if given is None: return None
     pads = _as_piece(given, "n_post")
-    _try_pads(pads)
+    for n_post in (0, 10):
+        n_pre = pads(n_post, random.Random(0))
+        if not (isinstance(n_pre, int) and 0 <= n_pre <= n_post):
+            raise ValueError(f"the piece {pads} gives {n_pre!r} of {n_post} pads")
     return pads
 
-# %% ../nbs/00_captions.ipynb #3d09d59a
+# %% ../nbs/00_captions.ipynb #3950aa87
 @dataclass(frozen=True)
 class Recipe:
     """What the captions of a training sample are made of. Called with (sentences, rng), it makes the short caption.
 
     short: pieces for the short caption, one after the other; (): the whole caption
     short_pads: piece for the pads before its words; None: no pads
-    long, long_pads: the same for the long caption; with (), nothing is drawn
+    long, long_pads: the same for the long caption
 
-    For each sample random numbers are drawn for the short places, the short pads, the long places, the long pads.
-    Raises ValueError for what is no piece, an option out of range, or pieces that do not work together.
+    Raises ValueError for pieces that do not work.
     """
     short: tuple
     short_pads: Piece | None = None
@@ -243,16 +237,15 @@ class Recipe:
         for name in ("short_pads", "long_pads"): object.__setattr__(self, name, _pads(getattr(self, name)))
 
     def __call__(self, sentences: Sequence, rng) -> list:
-        "The short caption of at least one sentence: a list of them. The items are not looked at; token ids do too."
-        sentences = _list(sentences)
-        return [sentences[p] for p in self.short_places(len(sentences), rng)]
+        "The short caption of at least one sentence, as a list. The items are not looked at; token ids do too."
+        return [sentences[p] for p in self.short_places(len(_list(sentences)), rng)]
 
     def short_places(self, n: int, rng) -> list[int]:
         "The places of the short caption's sentences in a caption of n. Raises ValueError where n is 0."
         return _places(self.short, n, rng)
 
     def long_places(self, n: int, rng) -> list[int] | None:
-        "The places of the long caption's sentences in a caption of n; None: the caption is whole, nothing is drawn."
+        "The places of the long caption's sentences in a caption of n; None: it is whole, and nothing is drawn."
         return _places(self.long, n, rng) if self.long else None
 
     def pads(self, caption: str, n_post: int, rng) -> int:
@@ -283,20 +276,22 @@ DEBIAS = Recipe(short=[drop_summary, draw], short_pads=random_pads)    # 1 + 2 +
 SMARTCLIP = Recipe(short=[run])                                        # the first sentences, with the summary
 RECIPES = dict(long_clip=LONG_CLIP, no_summary=NO_SUMMARY, sampled=SAMPLED, debias=DEBIAS, smartclip=SMARTCLIP)
 
-# %% ../nbs/00_captions.ipynb #c10cec30
-def _piece_dict(piece):
+# %% ../nbs/00_captions.ipynb #f8fe07ca
+def _written(piece):
     "A piece as YAML has it: its name, or {name: options}."
-    if piece is None or not piece.options: return piece and piece.name
-    return {piece.name: dict(piece.options)}
+    return {piece.name: dict(piece.options)} if piece.options else piece.name
 
 def _as_dict(recipe) -> dict:
     "A recipe as plain data: the dict that `Recipe.parse` reads, with the versions of its pieces."
-    pieces = [p for p in (*recipe.short, recipe.short_pads, *recipe.long, recipe.long_pads) if p]
-    return dict(short=[_piece_dict(p) for p in recipe.short], short_pads=_piece_dict(recipe.short_pads),
-                long=[_piece_dict(p) for p in recipe.long], long_pads=_piece_dict(recipe.long_pads),
-                versions={p.name: p.version for p in pieces})
+    fields, versions = {}, {}
+    for name in ("short", "short_pads", "long", "long_pads"):
+        part = getattr(recipe, name)
+        pieces = part if isinstance(part, tuple) else [part] if part else []
+        versions |= {piece.name: piece.version for piece in pieces}
+        fields[name] = [_written(p) for p in part] if isinstance(part, tuple) else part and _written(part)
+    return fields | {"versions": versions}
 
-# %% ../nbs/00_captions.ipynb #8e7d2b10
+# %% ../nbs/00_captions.ipynb #6b2594b1
 def _parse(value) -> Recipe:
     """A recipe from a Recipe, a name in RECIPES, or a dict of its fields.
 
@@ -305,7 +300,7 @@ def _parse(value) -> Recipe:
     if isinstance(value, Recipe): return value
     if isinstance(value, str) and value in RECIPES: return RECIPES[value]
     if not isinstance(value, dict): raise ValueError(unknown("recipe", value, RECIPES))
-    known = ["short", "short_pads", "long", "long_pads", "versions"]
+    known = [*Recipe.__dataclass_fields__, "versions"]
     for name in value:
         if name not in known: raise ValueError(unknown("part of a recipe", name, known))
     if "short" not in value: raise ValueError("a recipe needs `short`, the pieces of its short caption")
