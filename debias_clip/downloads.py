@@ -46,13 +46,14 @@ def protocols_of(home: str) -> list[str]:
     "Names of the protocols that read the files called `home`."
     return [name for name, row in DATASETS.items() if row.home == home]
 
-# %% ../nbs/15_downloads.ipynb #623e6bbf
+# %% ../nbs/15_downloads.ipynb #69c52763
 def data_table(width: int = 100) -> str:
     "All data sets as text, `width` characters wide: licence, size, what `get` fetches, and protocols."
     lines = [f"{'name':24}{'images':>10}{'captions':>11}"]
     for home in dict.fromkeys(row.home for row in DATASETS.values() if row.sources or row.by_hand):
         row = files_of(home)
-        lines += [f"{home}: {row.about}", f"    {row.size}, get: {row.get}, {row.licence}; {row.where.split('://')[-1]}"]
+        lines += [f"{home} (get: {row.get}): {row.about}",
+                  f"    {row.size}; {row.licence}; {row.where.partition('://')[2]}"]
         lines += [protocol_line(name, DATASETS[name]) for name in protocols_of(home)]
     lines += ["get: all of it; or the captions, and says where the pictures are; or, by hand, says whom to ask.",
               "Where the licence is for the captions, pictures are under their owners' (SA-1B, Flickr, the web)."]
@@ -179,7 +180,7 @@ def check_hope(url, to: Resuming, error, failures):
         raise ConnectionError(f"{url} cannot be fetched ({error}; {failures} tries without a byte). What has come "
                               "stays: the same command goes on from there.") from None
 
-# %% ../nbs/15_downloads.ipynb #f30c2dc3
+# %% ../nbs/15_downloads.ipynb #9d73bbd8
 def fetch(url: str, path, size: int | None = None, digest: str = "", **options):
     """Downloads a file, going on where an earlier call was stopped; does nothing where it is there.
 
@@ -193,7 +194,8 @@ def fetch(url: str, path, size: int | None = None, digest: str = "", **options):
     """
     path = Path(path)
     if path.exists():
-        if size in (None, path.stat().st_size) and pooch.hash_matches(path, digest or None): return
+        kind, _, wanted = digest.partition(":")
+        if size in (None, path.stat().st_size) and (not digest or pooch.file_hash(path, kind) == wanted): return
         raise ValueError(f"{path} was there before, and is not the file that is published at {url}. Move it away, and "
                          "that one is fetched.")
     pooch.get_logger().setLevel("WARNING")                  # it would tell of every file
