@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['SCHEMA', 'Records', 'check_images', 'check_texts', 'named', 'select', 'pick', 'ImageError', 'load_image', 'upright',
            'as_rgb', 'why_unreadable', 'why_missing', 'same_letters', 'in_threads', 'readable', 'decode_error',
-           'captions_digest', 'sentences_digest', 'pictures_digest', 'relative_names', 'file_size', 'file_digest',
-           'Column', 'write_samples', 'as_batch', 'file_facts', 'column_digest', 'in_processes', 'removing',
-           'made_once']
+           'captions_digest', 'key_of', 'pictures_digest', 'relative_names', 'file_size', 'file_digest', 'Column',
+           'write_samples', 'as_batch', 'in_processes', 'removing', 'made_once']
 
 # %% ../nbs/10_records.ipynb #7244b625
 import hashlib
@@ -220,19 +219,20 @@ def decode_error(file) -> str | None:
     try: load_image(file, at_least=1)
     except ImageError as e: return str(e)
 
-# %% ../nbs/10_records.ipynb #75fa071f
+# %% ../nbs/10_records.ipynb #9d63a575
 def captions_digest(captions, joiner: str = " ") -> str:
-    "SHA-256 (64 hex digits) of the sentences of n captions, in order, and of what stands between them."
-    sentences = column_digest(captions) if hasattr(captions, "rows") else sentences_digest(captions)
-    return hashlib.sha256(f"{joiner}{sentences}".encode()).hexdigest()
-
-def sentences_digest(captions: Iterable) -> str:
-    "SHA-256 of lists of str, in order."
-    whole = hashlib.sha256()
-    for sentences in captions: whole.update(json.dumps(list(sentences)).encode() + b"\n")
+    "SHA-256 (64 hex digits) of n captions, in order, and of what stands between two sentences."
+    whole = hashlib.sha256(joiner.encode())
+    at_rest = hasattr(captions, "rows")                           # a `Column`, whose keys were written with it
+    keys = Column(captions.folder, "key", captions.rows).values() if at_rest else map(key_of, captions)
+    for key in keys: whole.update(key)
     return whole.hexdigest()
 
-# %% ../nbs/10_records.ipynb #eb5c8740
+def key_of(sentences) -> bytes:
+    "16 bytes that name the sentences of a caption."
+    return hashlib.sha256(json.dumps(list(sentences)).encode()).digest()[:16]
+
+# %% ../nbs/10_records.ipynb #de876efd
 def pictures_digest(images, opened: int = 1_000) -> str:
     """SHA-256 (64 hex digits) of pictures: all names, as seen from their common folder, and sizes, and some bytes.
 
@@ -252,10 +252,10 @@ def pictures_digest(images, opened: int = 1_000) -> str:
 
 def relative_names(images) -> Iterable[str]:
     "The names of pictures as seen from the folder that holds them all."
-    if hasattr(images, "rows"): return images.values()            # of a `Column`
-    paths = [os.path.normpath(path) for path in images]
-    shared = os.path.commonprefix([min(paths), max(paths)])       # of these two, and so of all between them
-    return (path[shared.rfind(os.sep) + 1:].replace(os.sep, "/") for path in paths)
+    def names(): return images.values() if hasattr(images, "rows") else map(os.fspath, images)
+    shared = os.path.commonprefix([min(names()), max(names())])   # of these two, and so of all between them
+    folder = shared.rfind(os.sep) + 1
+    return (name[folder:].replace(os.sep, "/") for name in names())
 
 def file_size(file) -> int:
     try: return os.stat(file).st_size
@@ -299,38 +299,23 @@ class Column:
             part = self.data.slice(at, block) if self.rows is None else self.data.take(self.rows[at:at + block])
             yield from part.to_pylist()
 
-# %% ../nbs/10_records.ipynb #29e4b705
-SCHEMA = pa.schema({"image": pa.string(), "caption": pa.list_(pa.string()), "short": pa.list_(pa.string())})
+# %% ../nbs/10_records.ipynb #4f82a1e1
+SCHEMA = pa.schema({"image": pa.string(), "caption": pa.list_(pa.string()), "short": pa.list_(pa.string()),
+                    "key": pa.binary(16)})
 
 def write_samples(folder, rows: Iterable[tuple], block: int = 2_000):
-    """Writes a data set's Arrow file, samples.arrow, and its digest and kind, facts.json.
+    """Writes a data set's Arrow file, samples.arrow, into a folder.
 
-    folder: that is there
     rows: (name of the image, sentences of the caption, independent short captions: [] where there are none)
     """
-    digest, several, rows = hashlib.sha256(), False, iter(rows)
+    rows = iter(rows)
     with pa.OSFile(str(Path(folder)/"samples.arrow"), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as file:
-        while part := list(itertools.islice(rows, block)):
-            file.write_batch(as_batch(part))
-            several = several or any(short for _, _, short in part)
-            for _, sentences, _ in part: digest.update(json.dumps(sentences).encode() + b"\n")
-    facts = {"digest": digest.hexdigest(), "several": several}
-    (Path(folder)/"facts.json").write_text(json.dumps(facts))
+        while part := list(itertools.islice(rows, block)): file.write_batch(as_batch(part))
 
 def as_batch(rows) -> pa.RecordBatch:
-    "Rows as Arrow has them: column by column."
-    columns = zip(*rows, strict=True)
+    "Rows as Arrow has them: column by column, with a key of each caption for its digest."
+    columns = zip(*[(*row, key_of(row[1])) for row in rows], strict=True)
     return pa.record_batch([pa.array(c, field.type) for c, field in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
-
-# %% ../nbs/10_records.ipynb #d67d43d7
-def file_facts(folder) -> dict:
-    "What `write_samples` noted: digest, the captions' SHA-256; several, whether a picture has independent captions."
-    return json.loads((Path(folder)/"facts.json").read_text())
-
-def column_digest(captions: Column) -> str:
-    "SHA-256 of captions at rest: the file's, taken when it was written, with the rows shown."
-    rows = b"" if captions.rows is None else np.asarray(captions.rows, np.int64).tobytes()
-    return hashlib.sha256(file_facts(captions.folder)["digest"].encode() + rows).hexdigest()
 
 # %% ../nbs/10_records.ipynb #82590e72
 def in_processes(work: Callable[[list], object], items: Iterable, block: int = 1_000, workers: int | None = None):
