@@ -40,7 +40,7 @@ from debias_clip.generation import (
 )
 from debias_clip.models import create_model, create_model_and_transforms, save_checkpoint
 from debias_clip.preset import notebook_cells
-from debias_clip.scenes import _CELL, _RGB, COLOURS, SHAPES
+from debias_clip.scenes import CELL, RGB, COLOURS, SHAPES
 from debias_clip.tables import reading
 from debias_clip.tokens import get_tokenizer
 
@@ -139,7 +139,7 @@ def test_asked_pictures_differ_in_the_asked_cell_alone(world):
     for i, cell in enumerate(cells):
         changed = (a[i] != b[i]).any(-1)
         rows, columns = np.nonzero(changed)
-        assert changed.any() and set(rows // _CELL) == {cell // 3} and set(columns // _CELL) == {cell % 3}
+        assert changed.any() and set(rows // CELL) == {cell // 3} and set(columns // CELL) == {cell % 3}
 
 
 # ---- the score
@@ -156,8 +156,8 @@ class Oracle(nn.Module):
 
     def encode_image(self, image):
         row, column = divmod(int(next(self.cells)), 3)
-        cell = image[0, :, _CELL * row : _CELL * (row + 1), _CELL * column : _CELL * (column + 1)].flatten(1)
-        return -((cell[:, None] - torch.tensor(_RGB).T[..., None]) ** 2).sum(0).min(1).values[None]
+        cell = image[0, :, CELL * row : CELL * (row + 1), CELL * column : CELL * (column + 1)].flatten(1)
+        return -((cell[:, None] - torch.tensor(RGB).T[..., None]) ** 2).sum(0).min(1).values[None]
 
     def encode_text(self, rows, normalize=False):
         return torch.tensor([[float(SHORT.encode(c)[0] in row) for c in COLOURS] for row in rows.tolist()])
