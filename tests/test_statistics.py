@@ -13,7 +13,6 @@ from debias_clip.statistics import (
     share_interval,
 )
 
-
 def slow_bootstrap(values, image_of, n_boot, seed):
     "The same draws, the texts of every drawn image put in one list; percentiles of the means, in percent."
     draw, n, means = np.random.default_rng(seed), len(set(image_of)), []
