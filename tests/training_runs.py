@@ -17,7 +17,6 @@ from debias_clip.families import model_config
 from debias_clip.resume import Stopped
 from debias_clip.train import train
 
-
 def tiny(backbone, **vision):
     "The offline world's backbone with one layer an eye and two a reader; a quarter of the time of a step."
     config = json.loads(json.dumps(model_config(backbone)))
