@@ -18,18 +18,17 @@ from .captions import Recipe, sample_rng
 from .records import Records, load_image
 from .store import TextStore
 
-# %% ../nbs/14_pairs.ipynb #82609916
+# %% ../nbs/14_pairs.ipynb #4789d676
 class PairDataset(torch.utils.data.Dataset):
     """Batches of pictures, long captions and freshly drawn short captions.
 
-    records: `Records`
-    store: `TextStore` of their captions
+    records, store: `Records`, and the `TextStore` of their captions
     recipe: what captions are made of, or None for long captions alone
     transform: from a PIL image to a float tensor [3, H, W]; for an array of images, unless `augment`, from uint8
         [b, H, W, 3] to a float tensor [b, 3, H, W] (`Normalize`), or None: uint8 [b, 3, H, W]
     seed: of all draws
     at_least: pixels; larger JPEGs are decoded at a smaller scale, as in `load_image`
-    features: float32 [n, d] by a frozen image tower, in place of pictures: a batch's `image` is then [b, d]
+    features: float32 [n, d] of a frozen image tower, in place of pictures
     augment: whether the transform draws random numbers; it then gets PIL images, and draws by (seed, epoch, index)
 
     Raises ValueError where these do not fit together.
@@ -50,10 +49,9 @@ class PairDataset(torch.utils.data.Dataset):
     def __len__(self): return len(self.records)
 
     def __getitems__(self, keys) -> dict:
-        """One batch. keys: list of (epoch, index).
+        """One batch: `image` [b, 3, H, W] (or features [b, d]); int64 `long`, `short` (with a recipe) [b, L], `index`.
 
-        Returns dict `image` [b, 3, H, W] (or features [b, d]), `long` and, with a recipe, `short` int64 [b, L], `index`
-        int64 [b]. Raises ImageError naming a picture that cannot be read.
+        keys: list of (epoch, index). Raises ImageError naming a picture that cannot be read.
         """
         return {"image": self.images(keys), **self.texts(keys), "index": torch.tensor([i for _, i in keys])}
 

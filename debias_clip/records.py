@@ -6,7 +6,7 @@
 __all__ = ['SCHEMA', 'Records', 'check_images', 'check_texts', 'named', 'select', 'pick', 'ImageError', 'load_image', 'upright',
            'as_rgb', 'why_unreadable', 'why_missing', 'same_letters', 'in_threads', 'readable', 'decode_error',
            'captions_digest', 'sentences_digest', 'pictures_digest', 'relative_names', 'file_size', 'file_digest',
-           'Column', 'write_samples', 'as_batch', 'file_facts', 'in_processes', 'made_once']
+           'Column', 'write_samples', 'as_batch', 'file_facts', 'column_digest', 'in_processes', 'made_once']
 
 # %% ../nbs/10_records.ipynb #4fe598c8
 import hashlib
@@ -83,14 +83,14 @@ def check_images(name, images):
         shape = f"{images.dtype} {list(images.shape)}"
         raise ValueError(f"{name}: an array of images must be uint8 [n, H, W, 3], not {shape}.")
 
-# %% ../nbs/10_records.ipynb #2ac87fae
+# %% ../nbs/10_records.ipynb #4b5ca8e5
 def check_texts(records, field, texts):
     "Raises ValueError where `texts`, the captions called `field`, are not one list of str a sample, or blank."
     n = len(records)
     if len(texts) != n:
         raise ValueError(f"{records.name}: {n} images, but {len(texts)} {field}; "
                          f"sample i's {field} must be at place i.")
-    if hasattr(texts, "digest"): return                   # a `Column`, looked at when it was written
+    if hasattr(texts, "rows"): return                     # a `Column`, looked at when it was written
     for i, sentences in enumerate(texts):
         if isinstance(sentences, str):
             raise ValueError(f"{records.label(i)}: its caption is a str, but captions are lists of sentences, "
@@ -106,7 +106,7 @@ def named(names: Iterable, at_most: int = 3) -> str:
     first = [str(name) for name in itertools.islice(names, at_most + 1)]
     return ", ".join(first[:at_most]) + (" …" if len(first) > at_most else "")
 
-# %% ../nbs/10_records.ipynb #cfc48287
+# %% ../nbs/10_records.ipynb #d13e292e
 def select(records: Records, index) -> Records:
     "The samples numbered by `index` (ints), in that order."
     index = [int(i) for i in index]
@@ -116,7 +116,7 @@ def select(records: Records, index) -> Records:
 def pick(items, index):
     "The items at some places, in the form that they came in; None of None."
     if items is None: return None
-    if hasattr(items, "digest"): return items.take(index)         # a `Column`
+    if hasattr(items, "rows"): return items.take(index)           # a `Column`
     return items[index] if isinstance(items, np.ndarray) else [items[i] for i in index]
 
 # %% ../nbs/10_records.ipynb #b6239c0f
@@ -220,10 +220,10 @@ def decode_error(file) -> str | None:
     try: load_image(file, at_least=1)
     except ImageError as e: return str(e)
 
-# %% ../nbs/10_records.ipynb #50fdd91f
+# %% ../nbs/10_records.ipynb #75fa071f
 def captions_digest(captions, joiner: str = " ") -> str:
     "SHA-256 (64 hex digits) of the sentences of n captions, in order, and of what stands between them."
-    sentences = captions.digest() if hasattr(captions, "digest") else sentences_digest(captions)
+    sentences = column_digest(captions) if hasattr(captions, "rows") else sentences_digest(captions)
     return hashlib.sha256(f"{joiner}{sentences}".encode()).hexdigest()
 
 def sentences_digest(captions: Iterable) -> str:
@@ -232,7 +232,7 @@ def sentences_digest(captions: Iterable) -> str:
     for sentences in captions: whole.update(json.dumps(list(sentences)).encode() + b"\n")
     return whole.hexdigest()
 
-# %% ../nbs/10_records.ipynb #318ab06f
+# %% ../nbs/10_records.ipynb #eb5c8740
 def pictures_digest(images, opened: int = 1_000) -> str:
     """SHA-256 (64 hex digits) of pictures: all names, as seen from their common folder, and sizes, and some bytes.
 
@@ -252,7 +252,7 @@ def pictures_digest(images, opened: int = 1_000) -> str:
 
 def relative_names(images) -> Iterable[str]:
     "The names of pictures as seen from the folder that holds them all."
-    if hasattr(images, "digest"): return images.values()          # of a `Column`
+    if hasattr(images, "rows"): return images.values()            # of a `Column`
     paths = [os.path.normpath(path) for path in images]
     shared = os.path.commonprefix([min(paths), max(paths)])       # of these two, and so of all between them
     return (path[shared.rfind(os.sep) + 1:].replace(os.sep, "/") for path in paths)
@@ -265,7 +265,7 @@ def file_digest(file) -> bytes:
     try: return hashlib.sha256(Path(file).read_bytes()).digest()
     except OSError as e: raise ImageError(f"{file}: {e.strerror}") from e
 
-# %% ../nbs/10_records.ipynb #8cb479d6
+# %% ../nbs/10_records.ipynb #163f0537
 class Column:
     """n values of a column of `write_samples`' file, read as they are used.
 
@@ -299,11 +299,6 @@ class Column:
             part = self.data.slice(at, block) if self.rows is None else self.data.take(self.rows[at:at + block])
             yield from part.to_pylist()
 
-    def digest(self) -> str:
-        "SHA-256 of the captions: the file's, taken when it was written, with the rows shown."
-        rows = b"" if self.rows is None else np.asarray(self.rows, np.int64).tobytes()
-        return hashlib.sha256(file_facts(self.folder)["digest"].encode() + rows).hexdigest()
-
 # %% ../nbs/10_records.ipynb #cea49f1a
 SCHEMA = pa.schema({"image": pa.string(), "caption": pa.list_(pa.string()), "short": pa.list_(pa.string())})
 
@@ -327,10 +322,15 @@ def as_batch(rows) -> pa.RecordBatch:
     columns = zip(*rows, strict=True)
     return pa.record_batch([pa.array(c, field.type) for c, field in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
 
-# %% ../nbs/10_records.ipynb #54c8690b
+# %% ../nbs/10_records.ipynb #d67d43d7
 def file_facts(folder) -> dict:
     "What `write_samples` noted: digest, the captions' SHA-256; several, whether a picture has independent captions."
     return json.loads((Path(folder)/"facts.json").read_text())
+
+def column_digest(captions: Column) -> str:
+    "SHA-256 of captions at rest: the file's, taken when it was written, with the rows shown."
+    rows = b"" if captions.rows is None else np.asarray(captions.rows, np.int64).tobytes()
+    return hashlib.sha256(file_facts(captions.folder)["digest"].encode() + rows).hexdigest()
 
 # %% ../nbs/10_records.ipynb #82590e72
 def in_processes(work: Callable[[list], object], items: Iterable, block: int = 1_000, workers: int | None = None):
