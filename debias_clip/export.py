@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['to_open_clip', 'to_hugging_face', 'to_diffusers']
 
-# %% ../nbs/02a_export.ipynb #00061069
+# %% ../nbs/02a_export.ipynb #59cf88c8
 import importlib
 import json
 import os
@@ -21,7 +21,8 @@ from open_clip.transformer import VisionTransformer
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from .models import _build, _load_all, _text_tower, stretch_positions
+from .checkpoints import load_all as _load_all
+from .towers import build as _build, text_tower as _text_tower, stretch_positions
 from .families import model_config
 from .tokens import get_tokenizer
 

@@ -162,7 +162,7 @@ def sigmoid_loss(image, text, logit_scale, logit_bias=None, all_text=None, first
     match = torch.full_like(logits, -1.).diagonal_scatter(logits.new_ones(len(logits)), first)
     return -F.logsigmoid(match*logits).sum()/len(image)
 
-# %% ../nbs/09_losses.ipynb #20999d2f
+# %% ../nbs/09_losses.ipynb #6e8fa50e
 def from_all(x):
     "A tensor of the same shape on every rank, stacked [ranks, …] in the order of ranks; without gradient."
     world = rank_and_world()[1]
@@ -170,8 +170,6 @@ def from_all(x):
     out = x.new_empty((world, *x.shape))
     dist.all_gather(list(out.unbind()), x.contiguous())
     return out
-
-_from_all = from_all   # until its last user has moved
 
 class _Gather(torch.autograd.Function):
     "Rows [B, D] of every rank, one below the other. The gradient goes back to the rank that owns the rows."
