@@ -21,6 +21,7 @@ from debias_clip.tables import (
     number,
     pick,
     reading,
+    step_differences,
     summarise,
     table,
     with_counts,
@@ -61,10 +62,10 @@ def test_one_seed_without_an_interval_gets_one_from_its_scores():
 
 
 def test_counts_are_the_most_of_any_seed():
-    rows = [row("a", s, 50., left_out=s, truncated=9 - s) for s in (1, 2)]
+    rows = [row("a", s, 50., left_out=s, cut=9 - s) for s in (1, 2)]
     s = summarise(rows, ["arm"]).iloc[0]
-    assert (s.left_out, s.truncated) == (2, 8)
-    assert "truncated" not in summarise([*rows, row("a", 3, 50., left_out=0)], ["arm"])
+    assert (s.left_out, s.cut) == (2, 8)
+    assert "cut" not in summarise([*rows, row("a", 3, 50., left_out=0)], ["arm"])
 
 
 def test_a_seed_in_two_rows_is_refused():
@@ -84,6 +85,12 @@ def test_differences_are_paired_by_seed():
     assert (d.arm, d.value, d.low, d.high) == ("b", 10, 10, 10)   # however much the seeds differ
     more = [*made, row("a", 3, 0.), row("b", 9, 99.)]
     assert differences(more, "a", ["test"]).iloc[0].seeds == 3    # a seed that only one arm has is not compared
+
+
+def test_steps_are_against_the_arm_before():
+    made = rows_of({("a", 0): 40., ("b", 0): 45., ("c", 0): 43.})
+    steps = step_differences(made, ["a", "b", "c"], ["test"])
+    assert steps[["arm", "against", "value"]].values.tolist() == [["b", "a", 5.], ["c", "b", -2.]]
 
 
 def test_one_seed_is_paired_by_image():
@@ -132,10 +139,10 @@ def test_numbers():
 @pytest.mark.parametrize("low, high, said", [
     (1., 3., "better"), (-3., -1., "worse"), (-1., 3., "no clear difference"), (math.nan, math.nan, "no interval")])
 def test_a_difference_is_read_as_it_came_out(low, high, said):
-    gains = pd.DataFrame([dict(arm="a", test="t", value=2., low=low, high=high, seeds=3, n=5, interval="over seeds")])
-    assert reading(gains, "b").startswith("- **a** against b, t: +2.0")
-    assert reading(gains, "b").endswith(f" over 3 seeds: {said}.")
-    assert "nan" not in reading(gains, "b")
+    row = dict(arm="a", against="b", test="t", value=2., low=low, high=high, seeds=3, n=5, interval="over seeds")
+    line = reading(pd.DataFrame([row]))
+    assert line.startswith("- **a** against b, t: +2.0") and line.endswith(f" points over 3 seeds: {said}.")
+    assert "nan" not in line
 
 
 def test_bullets_fill_a_template_for_each_row():
@@ -169,7 +176,7 @@ def test_a_missing_cell_is_a_dash_and_a_missing_row_is_none():
 
 
 def test_counts_stand_beside_the_row():
-    rows = [row("a", 0, 40., left_out=2, truncated=1), row("a", 0, 30., text="move", left_out=2, truncated=5)]
+    rows = [row("a", 0, 40., left_out=2, cut=1), row("a", 0, 30., text="move", left_out=2, cut=5)]
     summary = summarise(rows, ["arm", "text"])
     shown = with_counts(table(summary, ["arm"], columns="text"), summary)
     assert shown[["n", "left out", "cut"]].values.tolist() == [[100, 2, 5]]
@@ -178,6 +185,7 @@ def test_counts_stand_beside_the_row():
 def test_rows_are_picked_and_kept():
     made = rows_of({("a", 0): 1., ("a", 1): 2., ("b", 0): 3.})
     assert [r["value"] for r in pick(made, arm="a", seed=[1, 2])] == [2.] and pick(made, arm="c") == []
+    assert pick(pd.DataFrame(made), arm="a", seed=[1, 2]).value.tolist() == [2.]
     assert as_rows(pd.DataFrame(dict(x=[1, 2], y=[.5, None]))) == [dict(x=1, y=.5), dict(x=2, y=None)]
 
 
