@@ -227,7 +227,7 @@ def _pads(given) -> Piece | None:
             raise ValueError(f"the piece {pads} gives {n_pre!r} of {n_post} pads")
     return pads
 
-# %% ../nbs/00_captions.ipynb #3950aa87
+# %% ../nbs/00_captions.ipynb #0021e385
 @dataclass(frozen=True)
 class Recipe:
     """What the captions of a training sample are made of. Called with (sentences, rng), it makes the short caption.
@@ -235,8 +235,6 @@ class Recipe:
     short: pieces for the short caption, one after the other; (): the whole caption
     short_pads: piece for the pads before its words; None: no pads
     long, long_pads: the same for the long caption
-
-    Raises ValueError for pieces that do not work.
     """
     short: tuple
     short_pads: Piece | None = None
@@ -266,9 +264,7 @@ class Recipe:
 
     @property
     def prefix_pad(self) -> bool: return self.short_pads is not None
-
     def as_dict(self) -> dict: return _as_dict(self)
-
     @classmethod
     def parse(cls, value) -> "Recipe": return _parse(value)
 

@@ -6,9 +6,10 @@
 __all__ = ['SCHEMA', 'Records', 'check_images', 'check_texts', 'named', 'select', 'pick', 'ImageError', 'load_image', 'upright',
            'as_rgb', 'why_unreadable', 'why_missing', 'same_letters', 'in_threads', 'readable', 'decode_error',
            'captions_digest', 'sentences_digest', 'pictures_digest', 'relative_names', 'file_size', 'file_digest',
-           'Column', 'write_samples', 'as_batch', 'file_facts', 'column_digest', 'in_processes', 'made_once']
+           'Column', 'write_samples', 'as_batch', 'file_facts', 'column_digest', 'in_processes', 'removing',
+           'made_once']
 
-# %% ../nbs/10_records.ipynb #4fe598c8
+# %% ../nbs/10_records.ipynb #7244b625
 import hashlib
 import itertools
 import json
@@ -18,6 +19,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,17 +31,15 @@ from PIL import Image, ImageOps
 
 from .core import cores, placing
 
-# %% ../nbs/10_records.ipynb #5a184976
+# %% ../nbs/10_records.ipynb #6d06aa34
 @dataclass
 class Records:
     """Pictures with captions.
 
-    name: of the data set
     images: n paths, or uint8 [n, H, W, 3]
-    captions: n long captions, each a list of sentences (str)
+    captions: n long captions, each a list of sentences (str); splitter: how they were cut, as in `split_sentences`
     short: None, or n lists of independent one-sentence captions
-    splitter: how `captions` were cut into sentences, as in `split_sentences`
-    protocol: in words, which images and captions these are
+    name, protocol: of the data set, and in words, which images and captions these are
 
     Raises ValueError naming the samples where lengths differ or a caption is missing or blank.
     """
@@ -71,7 +71,7 @@ class Records:
         return f"sample {i}" if isinstance(self.images, np.ndarray) else f"sample {i} ({self.images[i]})"
 
     def digest(self) -> dict:
-        "What the data set holds, as hex digests: {\"captions\": of the sentences, \"pictures\": of the images}."
+        "What the data set holds, as hex digests: `captions`, of the sentences, and `pictures`."
         return {"captions": captions_digest(self.captions, self.joiner), "pictures": pictures_digest(self.images)}
 
 # %% ../nbs/10_records.ipynb #48ae9940
@@ -265,7 +265,7 @@ def file_digest(file) -> bytes:
     try: return hashlib.sha256(Path(file).read_bytes()).digest()
     except OSError as e: raise ImageError(f"{file}: {e.strerror}") from e
 
-# %% ../nbs/10_records.ipynb #163f0537
+# %% ../nbs/10_records.ipynb #0dfd7eab
 class Column:
     """n values of a column of `write_samples`' file, read as they are used.
 
@@ -293,16 +293,16 @@ class Column:
         rows = np.asarray(index) if self.rows is None else self.rows[index]
         return Column(self.folder, self.name, rows, self.root)
 
-    def values(self, block: int = 10_000) -> Iterator:
+    def values(self, block: int = 2_000) -> Iterator:
         "The values as they stand in the file, one after the other."
         for at in range(0, len(self), block):
             part = self.data.slice(at, block) if self.rows is None else self.data.take(self.rows[at:at + block])
             yield from part.to_pylist()
 
-# %% ../nbs/10_records.ipynb #cea49f1a
+# %% ../nbs/10_records.ipynb #29e4b705
 SCHEMA = pa.schema({"image": pa.string(), "caption": pa.list_(pa.string()), "short": pa.list_(pa.string())})
 
-def write_samples(folder, rows: Iterable[tuple], block: int = 10_000):
+def write_samples(folder, rows: Iterable[tuple], block: int = 2_000):
     """Writes a data set's Arrow file, samples.arrow, and its digest and kind, facts.json.
 
     folder: that is there
@@ -350,7 +350,15 @@ def in_processes(work: Callable[[list], object], items: Iterable, block: int = 1
             if len(waiting) > 2*workers: yield waiting.popleft().result()
         for future in waiting: yield future.result()
 
-# %% ../nbs/10_records.ipynb #6430c703
+# %% ../nbs/10_records.ipynb #02c8d235
+@contextmanager
+def removing(file: Path):
+    "Removes a file at the end, if that can be done."
+    try: yield
+    finally:
+        with suppress(OSError): file.unlink()
+
+# %% ../nbs/10_records.ipynb #ffdcbfeb
 def made_once(folder, make: Callable[[Path], None]) -> Path:
     """A folder, made by `make(beside)`, beside its place, where it is not there yet. Returns it.
 
@@ -358,9 +366,10 @@ def made_once(folder, make: Callable[[Path], None]) -> Path:
     """
     folder = Path(folder)
     if folder.is_dir(): return folder
+    lock = folder.with_name(f"{folder.name}.lock")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(f".{folder.name}.lock")):
+        with FileLock(lock), removing(lock):
             if not folder.is_dir():
                 with placing(folder, folder=True) as beside: make(beside)
     except OSError as e:
