@@ -7,18 +7,19 @@ __all__ = ['COUNTS', 'PAPER', 'PAPER_ABLATION', 'PAPER_DROPS', 'PAPER_BACKBONES'
            'summarise', 'gain_rows', 'differences', 'loss_rows', 'step_differences', 'number', 'verdict', 'basis',
            'reading', 'bullets', 'headline', 'Quoted', 'table', 'with_counts', 'on_lines']
 
-# %% ../nbs/29_tables.ipynb #125a9cdb
+# %% ../nbs/29_tables.ipynb #c91ba2f0
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from .core import unknown
-from .statistics import mean_interval, paired_difference, seed_interval
+from .statistics import by_image, ratio_interval, seed_interval
 
-# %% ../nbs/29_tables.ipynb #0280b03e
+# %% ../nbs/29_tables.ipynb #f4d0b691
 def pick(rows, **values):
     "The rows that have these values: pick(rows, arm='DeBias recipe', seed=[0, 1]); a list stands for any of its items."
+    if not len(rows): return rows
     allowed = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
     if not isinstance(rows, pd.DataFrame):
         return [row for row in rows if all(row[name] in some for name, some in allowed.items())]
@@ -53,7 +54,7 @@ def summarise(rows, by):
     means = [_mean(dict(zip(by, group, strict=True)), part) for group, part in groups.items()]
     return pd.DataFrame(means, columns=None if means else [*by, "value", "low", "high", "seeds", "n", "interval"])
 
-# %% ../nbs/29_tables.ipynb #a1682e1e
+# %% ../nbs/29_tables.ipynb #a875ff99
 def _mean(group, rows):
     "A group's labels with mean, interval and counts of its rows."
     seeds = [row["seed"] for row in rows]
@@ -69,9 +70,7 @@ def _mean(group, rows):
 def _over_images(row):
     "The interval of one row: its own, or else bootstrapped from its scores; None twice where it has neither."
     if row["low"] is not None or row.get("scores") is None: return row["low"], row["high"]
-    scores, image_of = np.asarray(row["scores"]), row.get("image_of")
-    if image_of is None: return tuple(float(x[0]) for x in mean_interval(scores)[1:])
-    return paired_difference(scores <= 0, scores >= 0, 1, image_of)[1:]   # gains of −100, 0 or 100
+    return ratio_interval(*by_image(np.asarray(row["scores"]), row.get("image_of")))[1:]
 
 # %% ../nbs/29_tables.ipynb #b9b7f643
 def gain_rows(rows, base, by, column="arm"):
@@ -229,12 +228,13 @@ def with_counts(shown, summary):
     most = summary.groupby(by, sort=False)[names].max().dropna(axis=1).astype(int)
     return shown.join(most.rename(columns=dict(left_out="left out")), on=by)
 
-# %% ../nbs/29_tables.ipynb #a4e30b3e
+# %% ../nbs/29_tables.ipynb #8a7a5acc
 def on_lines(summary, lines, weights):
     """The part of a summary that is on lines, with the columns recipe (the line's name) and λ_s.
 
     lines: dict name -> its arms in order
     weights: dict arm -> λ_s
     """
-    parts = [pick(summary, arm=arm).assign(recipe=name, λ_s=weights[arm]) for name, arms in lines.items() for arm in arms]
+    parts = [pick(summary, arm=arm).assign(recipe=name, λ_s=weights[arm])
+             for name, arms in lines.items() for arm in arms]
     return pd.concat(parts, ignore_index=True)
