@@ -7,7 +7,7 @@ __all__ = ['Sample', 'checked', 'raising', 'find', 'numbers', 'parsed', 'value',
            'columns_hint', 'csv_rows', 'row_fault', 'caption_cell', 'texts_of_json', 'cut', 'sentences_of', 'present',
            'in_memory', 'at_rest', 'write_index', 'splitting_rules', 'read_records', 'without_repeats']
 
-# %% ../nbs/11_readers.ipynb #b1bceb40
+# %% ../nbs/11_readers.ipynb #df83c1c8
 import csv
 import itertools
 import json
@@ -28,7 +28,6 @@ from .core import content_key
 from debias_clip.records import (
     Column,
     Records,
-    file_facts,
     in_processes,
     in_threads,
     made_once,
@@ -248,7 +247,7 @@ def in_memory(name, samples, splitter, protocol) -> Records:
     images, captions, short = map(list, zip(*cut(splitter, list(samples)), strict=True))
     return Records(name, images, captions, short if any(short) else None, splitter, protocol)
 
-# %% ../nbs/11_readers.ipynb #1e103391
+# %% ../nbs/11_readers.ipynb #f529323d
 def at_rest(name, samples, splitter, protocol, source: Path, root, cache=None, made_by=None) -> Records:
     """Records of samples, in an Arrow file made once.
 
@@ -261,8 +260,8 @@ def at_rest(name, samples, splitter, protocol, source: Path, root, cache=None, m
     write = partial(write_index, samples, splitter, root)
     folder = made_once(cache/f"{source.stem}.index-{key}", write)
     images, captions = Column(folder, "image", root=root), Column(folder, "caption")
-    short = Column(folder, "short") if file_facts(folder)["several"] else None
-    return Records(name, images, captions, short, splitter, protocol)
+    short = Column(folder, "short")
+    return Records(name, images, captions, short if any(short.values()) else None, splitter, protocol)
 
 def write_index(samples, splitter, root, folder):
     "Writes the Arrow file of samples into a folder, the names of images as seen from `root`."
