@@ -46,7 +46,7 @@ def protocols_of(home: str) -> list[str]:
     "Names of the protocols that read the files called `home`."
     return [name for name, row in DATASETS.items() if row.home == home]
 
-# %% ../nbs/15_downloads.ipynb #69c52763
+# %% ../nbs/15_downloads.ipynb #11f662ec
 def data_table(width: int = 100) -> str:
     "All data sets as text, `width` characters wide: licence, size, what `get` fetches, and protocols."
     lines = [f"{'name':24}{'images':>10}{'captions':>11}"]
@@ -59,6 +59,7 @@ def data_table(width: int = 100) -> str:
               "Where the licence is for the captions, pictures are under their owners' (SA-1B, Flickr, the web)."]
     return "\n".join(shortened(line, width) for line in lines)
 
+# %% ../nbs/15_downloads.ipynb #c53d3911
 def protocol_line(name, row) -> str:
     images, texts = (f"{n:,}" if n else "?" for n in (row.images, row.texts))
     return f"  {name:22}{images:>10}{texts:>11}  {row.protocol}"
@@ -67,17 +68,18 @@ def shortened(line: str, width: int) -> str:
     "A line cut to so many characters."
     return line if len(line) <= width else line[:width - 1] + "…"
 
-# %% ../nbs/15_downloads.ipynb #bd5f06d1
+# %% ../nbs/15_downloads.ipynb #d1092e86
 def parts(path: Path) -> dict[Path, int]:
     "The parts of a file that lie beside its place, with their sizes in bytes."
     return {part: part.stat().st_size for part in path.parent.glob(f".{glob.escape(path.name)}.*.part")}
 
+# %% ../nbs/15_downloads.ipynb #f64c7b7b
 def version(url, reply) -> str:
     "8 hex digits for the version of a file that a server offers."
     marks = [reply.headers.get(name) for name in ("ETag", "Last-Modified", "Content-Length")]
     return hashlib.sha256(repr([url, *marks]).encode()).hexdigest()[:8]
 
-# %% ../nbs/15_downloads.ipynb #dcfa2167
+# %% ../nbs/15_downloads.ipynb #ab4665c6
 def check_room(folder, need: int, what: str):
     "Raises OSError where the disk has not `need` bytes free."
     free = shutil.disk_usage(folder).free
@@ -89,6 +91,7 @@ def in_bytes(n: int) -> str:
     "A size for a reader: 7.59GB."
     return tqdm.format_sizeof(n, "B")
 
+# %% ../nbs/15_downloads.ipynb #353c2aae
 def bar(what: str, progress: bool, total=None, initial=0, unit="B"):
     "A progress bar, where somebody is looking."
     return tqdm(desc=what, total=total, initial=initial, unit=unit, unit_scale=unit == "B", leave=False,
@@ -128,7 +131,7 @@ class Resuming:
         os.replace(part, output_file)
         for old in parts(self.path): old.unlink()
 
-# %% ../nbs/15_downloads.ipynb #99f61a1b
+# %% ../nbs/15_downloads.ipynb #fe41650b
 def ask(url, timeout, headers=None):
     "One request; the body is not read yet. Raises requests.RequestException."
     headers = {"User-Agent": "debias_clip", "Accept-Encoding": "identity", **(headers or {})}
@@ -136,6 +139,7 @@ def ask(url, timeout, headers=None):
     reply.raise_for_status()
     return reply
 
+# %% ../nbs/15_downloads.ipynb #97d95b3a
 def fetch_rest(url, to: Resuming) -> Path:
     "Fetches what is missing of a file. Returns its part, which is whole. Raises requests.RequestException."
     with ask(url, to.timeout) as reply:
@@ -148,7 +152,7 @@ def fetch_rest(url, to: Resuming) -> Path:
         if begin == 0: return append(reply, part, 0, total, to.progress)
     return part if begin == total else go_on(url, to, part, begin, total)
 
-# %% ../nbs/15_downloads.ipynb #1e5320ee
+# %% ../nbs/15_downloads.ipynb #7e686f2d
 def go_on(url, to: Resuming, part, begin, total) -> Path:
     "Asks for a file from byte `begin` on. A server that does not know ranges sends all of it, and all is taken."
     with ask(url, to.timeout, {"Range": f"bytes={begin}-"}) as rest:
@@ -158,6 +162,7 @@ def go_on(url, to: Resuming, part, begin, total) -> Path:
     part.unlink()
     raise requests.ConnectionError("the server sends another part than asked for")
 
+# %% ../nbs/15_downloads.ipynb #0eb86b0c
 def append(reply, part, begin, total, progress) -> Path:
     "Writes the body of a reply to a part, from byte `begin` on."
     with open(part, "ab" if begin else "wb") as out, bar(part.name, progress, total, begin) as shown:
@@ -203,7 +208,7 @@ def fetch(url: str, path, size: int | None = None, digest: str = "", **options):
     try: pooch.retrieve(url, digest or None, path.name, path.parent, downloader=downloader)
     except ValueError as e: raise ValueError(f"{e} --unverified takes a file that its owner has changed.") from None
 
-# %% ../nbs/15_downloads.ipynb #82c9b336
+# %% ../nbs/15_downloads.ipynb #daa08bfb
 def zip_members(archive) -> Iterator[tuple]:
     "Yields (name, \"file\", \"folder\" or \"link\", function that opens it) of the members of a zip archive."
     with zipfile.ZipFile(archive) as file:
@@ -212,6 +217,7 @@ def zip_members(archive) -> Iterator[tuple]:
             kind = "link" if is_link else "folder" if member.is_dir() else "file"
             yield member.filename, kind, partial(file.open, member)
 
+# %% ../nbs/15_downloads.ipynb #e1ab8036
 def tar_members(archive) -> Iterator[tuple]:
     "The same of a tar archive (gz, bz2, xz)."
     with tarfile.open(archive) as file:
@@ -231,13 +237,14 @@ def check_member(archive, name: str, kind: str):
     raise ValueError(f"{archive} is refused: its member {name!r} is or has {fault}, which no data set needs. Nothing "
                      "was unpacked.")
 
-# %% ../nbs/15_downloads.ipynb #99781004
+# %% ../nbs/15_downloads.ipynb #4ae59bbd
 DAMAGED = (zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError)
 
 def beside(archive: Path, folder: Path) -> Path:
     "The folder in which an archive is unpacked before it is moved into place; it is gone when all is done."
     return folder/f".{archive.name}.unpacking"
 
+# %% ../nbs/15_downloads.ipynb #72e96530
 def unpack(archive, folder, only=(), progress: bool = True) -> int:
     """Unpacks a zip or tar archive (gz, bz2, xz); nothing where it is faulty, and nothing outside the folder.
 
@@ -260,7 +267,7 @@ def unpack(archive, folder, only=(), progress: bool = True) -> int:
     shutil.rmtree(new)
     return n
 
-# %% ../nbs/15_downloads.ipynb #41aae68c
+# %% ../nbs/15_downloads.ipynb #cd8800c2
 def copy_members(archive, folder, only, progress) -> int:
     "Copies the wanted members of an archive into a folder."
     members = zip_members(archive) if zipfile.is_zipfile(archive) else tar_members(archive)
@@ -278,6 +285,7 @@ def copy_members(archive, folder, only, progress) -> int:
     raise ValueError(f"{archive} holds nothing{' like ' if only else ''}{', '.join(only)}: it is not the archive that "
                      "was expected.")
 
+# %% ../nbs/15_downloads.ipynb #9d2544db
 def move_files(source, folder):
     "Moves the files below one folder into another, also where a folder there is a link to another disk."
     for file in [path for path in source.rglob("*") if path.is_file()]:
@@ -285,7 +293,7 @@ def move_files(source, folder):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(file, target)
 
-# %% ../nbs/15_downloads.ipynb #fa3507a1
+# %% ../nbs/15_downloads.ipynb #7d52ca26
 def is_done(source: Source, root: Path) -> bool:
     "Whether a source is there, unpacked where it is an archive."
     if source.unpack is None:
@@ -298,6 +306,7 @@ def filled(path: Path) -> bool:
     "Whether a file is there, or a folder with something in it."
     return path.is_file() or (path.is_dir() and any(path.iterdir()))
 
+# %% ../nbs/15_downloads.ipynb #feeeefa6
 def bytes_needed(source: Source, root: Path) -> int:
     "Bytes on disk that a source will still take."
     if is_done(source, root): return 0

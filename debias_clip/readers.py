@@ -7,9 +7,8 @@ __all__ = ['Sample', 'checked', 'raising', 'find', 'numbers', 'parsed', 'value',
            'columns_hint', 'csv_rows', 'row_fault', 'caption_cell', 'texts_of_json', 'cut', 'sentences_of', 'present',
            'in_memory', 'at_rest', 'write_index', 'splitting_rules', 'read_records', 'without_repeats']
 
-# %% ../nbs/11_readers.ipynb #ae78e5b1
+# %% ../nbs/11_readers.ipynb #df83c1c8
 import csv
-import inspect
 import itertools
 import json
 import os
@@ -24,12 +23,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .captions import split_sentences
+from . import sentences
 from .core import content_key
 from debias_clip.records import (
     Column,
     Records,
-    file_facts,
     in_processes,
     in_threads,
     made_once,
@@ -38,6 +36,7 @@ from debias_clip.records import (
     why_missing,
     write_samples,
 )
+from .sentences import split_sentences
 
 # %% ../nbs/11_readers.ipynb #4ddba7f1
 class Sample(NamedTuple):
@@ -93,7 +92,7 @@ def numbers(path) -> list:
     "For sorting: 9.txt before 10.txt."
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]
 
-# %% ../nbs/11_readers.ipynb #868092dd
+# %% ../nbs/11_readers.ipynb #115d92ce
 def parsed(path, note, parse=str):
     "A file's text, parsed; None, noted, where it cannot be."
     try: return parse(path.read_text(encoding="utf-8"))
@@ -105,7 +104,8 @@ def value(row, key, where, note, kind=str):
     if not isinstance(row, dict): note("records", f"{where} is no record, only {row!r:.40}")
     elif key not in row: note("records", f"{where} has no {key!r}, only {', '.join(map(repr, row))}")
     elif not isinstance(row[key], kind) or row[key] == "" or isinstance(row[key], bool):
-        note("records", f"{where}: {key!r} is empty or no {kind.__name__} ({row[key]!r:.60})")
+        wanted = {str: "text", int: "whole number"}[kind]
+        note("records", f"{where}: {key!r} is empty or no {wanted} ({row[key]!r:.60}); fill it or leave the record out")
     else: return row[key]
 
 def as_text(text) -> str:
@@ -147,7 +147,7 @@ def table(path, note, image="image", caption=None, root=None):
         several = isinstance(text, list)
         yield Sample(where, os.path.join(folder, name), text if several else [text], several)
 
-# %% ../nbs/11_readers.ipynb #47ca8aa8
+# %% ../nbs/11_readers.ipynb #4d48567d
 def table_file(path) -> Path:
     "The table that a path means: itself, or the captions.csv or captions.jsonl of a folder. Raises ValueError."
     path, names = Path(path), ("captions.csv", "captions.jsonl")
@@ -162,7 +162,7 @@ def table_file(path) -> Path:
 def columns_hint(row) -> str:
     "What a row has instead of a column, and what to do."
     names = ", ".join(map(repr, row))
-    if len(row) == 1 and re.search("[;\t]", names): return f"only {names}: separate the columns by commas"
+    if len(row) == 1 and re.search("[;\t]", "".join(row)): return f"only {names}: separate the columns by commas"
     return f"only {names}; name the columns by image=… and caption=…"
 
 # %% ../nbs/11_readers.ipynb #3fca3cdd
@@ -247,7 +247,7 @@ def in_memory(name, samples, splitter, protocol) -> Records:
     images, captions, short = map(list, zip(*cut(splitter, list(samples)), strict=True))
     return Records(name, images, captions, short if any(short) else None, splitter, protocol)
 
-# %% ../nbs/11_readers.ipynb #db875e95
+# %% ../nbs/11_readers.ipynb #f529323d
 def at_rest(name, samples, splitter, protocol, source: Path, root, cache=None, made_by=None) -> Records:
     """Records of samples, in an Arrow file made once.
 
@@ -260,8 +260,8 @@ def at_rest(name, samples, splitter, protocol, source: Path, root, cache=None, m
     write = partial(write_index, samples, splitter, root)
     folder = made_once(cache/f"{source.stem}.index-{key}", write)
     images, captions = Column(folder, "image", root=root), Column(folder, "caption")
-    short = Column(folder, "short") if file_facts(folder)["several"] else None
-    return Records(name, images, captions, short, splitter, protocol)
+    short = Column(folder, "short")
+    return Records(name, images, captions, short if any(short.values()) else None, splitter, protocol)
 
 def write_index(samples, splitter, root, folder):
     "Writes the Arrow file of samples into a folder, the names of images as seen from `root`."
@@ -272,7 +272,7 @@ def write_index(samples, splitter, root, folder):
 @lru_cache
 def splitting_rules() -> str:
     "The code that splits sentences, without its comments and layout."
-    return syntax_tree(parse_code(Path(inspect.getfile(split_sentences)).read_text(encoding="utf-8")))
+    return syntax_tree(parse_code(Path(sentences.__file__).read_text(encoding="utf-8")))
 
 # %% ../nbs/11_readers.ipynb #e20fefd6
 def read_records(path, image="image", caption=None, root=None, splitter="default", max_missing=0.0,
