@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PATIENCE', 'Resumable', 'TrainWork', 'NotebookWork', 'Task', 'tasks_of', 'visible_gpus', 'run_tasks',
-           'run_side_by_side', 'check_share', 'submit_preset', 'after']
+           'run_side_by_side', 'check_share', 'submit_preset']
 
-# %% ../nbs/34_cluster.ipynb #8098c8c3
+# %% ../nbs/34_cluster.ipynb #3915be16
 import os
 import re
 import shutil
@@ -22,11 +22,11 @@ from pathlib import Path
 from filelock import FileLock
 
 from .core import cores
-from .preset import Job, checkout_of, inside, job_state, read_preset
+from .preset import Job, checkout_of, inside
 from debias_clip.runner import (
     PlannedModel,
     check_ready,
-    chosen,
+    due_jobs,
     environment,
     loader_workers,
     planned,
@@ -191,7 +191,7 @@ def run_tasks(tasks: Iterable[Task], processes: int, began: Callable, ended: Cal
                 time.sleep(0.1)
         finally: _stop([job for _, job in running.values()])
 
-# %% ../nbs/34_cluster.ipynb #9884981b
+# %% ../nbs/34_cluster.ipynb #8a53eafb
 def run_side_by_side(preset, root=None, force: bool = False, only: Iterable[str] = (), processes: int = 2,
                      workers: int | None = None, say=say) -> dict[str, str]:
     """Trains the models that a preset's notebooks lack and runs the notebooks, several at a time.
@@ -200,14 +200,11 @@ def run_side_by_side(preset, root=None, force: bool = False, only: Iterable[str]
     processes: models and notebooks at a time, each on its share of the cores
     workers: processes that load pictures, of each (None: its share of the cores, less one)
     """
-    root = checkout_of(root)
-    preset = read_preset(preset, root)
-    jobs = chosen(preset, only)
-    due = [job for job in jobs if force or job_state(job) != "done"]
-    check_ready(preset, root, due)
-    tasks = tasks_of(due, planned(due), loader_workers(workers, processes))
+    preset, jobs, due = due_jobs(preset, root, force, only)
+    check_ready(preset, due)
     results = {job.name: "cached" for job in jobs if job not in due}
     for name in results: say(f"{name}  cached")
+    tasks = tasks_of(due, planned(due), loader_workers(workers, processes))
     def ended(name, failure):
         results[name] = f"failed: {failure}" if failure else "done"
         count = sum(task.name in results for task in tasks)
@@ -234,7 +231,18 @@ def _executor(folder: Path, cluster: str):
         raise ValueError("there is no sbatch here: run this where jobs are submitted, on a login node of the cluster")
     return submitit.AutoExecutor(folder=folder, cluster=cluster, slurm_max_num_timeout=1000)
 
-# %% ../nbs/34_cluster.ipynb #eb4b5591
+# %% ../nbs/34_cluster.ipynb #11a75d80
+def _size(work, gpus: int, nodes: int) -> dict[str, int]:
+    "The processes of a job: of a training one a GPU, of a notebook one."
+    if isinstance(work, TrainWork): return dict(nodes=nodes, tasks_per_node=max(1, gpus), gpus_per_node=gpus)
+    return dict(nodes=1, tasks_per_node=1, gpus_per_node=min(1, gpus))
+
+def _after(jobs: list) -> dict[str, str]:
+    "What SLURM is told about a job that waits for others to end well."
+    if not jobs: return {}
+    return {"dependency": "afterok:" + ":".join(job.job_id for job in jobs), "kill_on_invalid_dep": "yes"}
+
+# %% ../nbs/34_cluster.ipynb #f00361d4
 def submit_preset(preset, root=None, force: bool = False, only: Iterable[str] = (), gpus: int = 4, nodes: int = 1,
                   workers: int | None = None, hours: float = 24, partition: str | None = None,
                   cluster: str = "slurm", say=say) -> dict[str, object]:
@@ -250,29 +258,18 @@ def submit_preset(preset, root=None, force: bool = False, only: Iterable[str] = 
     Returns name -> submitit job. Raises ValueError before the first one is submitted where the preset is not right, a
     batch cannot be shared by so many GPUs, or there is no cluster here.
     """
-    root = checkout_of(root)
-    preset = read_preset(preset, root)
-    jobs = [job for job in chosen(preset, only) if force or job_state(job) != "done"]
-    check_ready(preset, root, jobs)
-    models = planned(jobs)
+    preset, _, due = due_jobs(preset, root, force, only)
+    check_ready(preset, due)
+    models, loaders, sent = planned(due), loader_workers(workers, max(1, gpus)), {}
     check_share(to_train(models), max(1, gpus)*nodes)
-    executor = _executor(root/preset.out/"models"/"cluster", cluster)
-    loaders, sent = loader_workers(workers, max(1, gpus)), {}
-    sizes = {TrainWork: dict(nodes=nodes, tasks_per_node=max(1, gpus), gpus_per_node=gpus),
-             NotebookWork: dict(nodes=1, tasks_per_node=1, gpus_per_node=min(1, gpus))}
-    for task in tasks_of(jobs, models, loaders):
+    executor = _executor(checkout_of(root)/preset.out/"models"/"cluster", cluster)
+    common = dict(timeout_min=round(60*hours), cpus_per_task=loaders + 1, slurm_partition=partition)
+    for task in tasks_of(due, models, loaders):
         needs = [sent[name] for name in task.needs]
         if cluster == "local": [need.results() for need in needs]   # raises what a job raised
-        executor.update_parameters(
-            name=re.sub(r"[^\w.-]+", "-", f"{preset.name}-{task.name}"), timeout_min=round(60*hours),
-            cpus_per_task=loaders + 1, slurm_partition=partition, slurm_additional_parameters=after(needs),
-            **sizes[type(task.work)])
+        executor.update_parameters(name=re.sub(r"[^\w.-]+", "-", f"{preset.name}-{task.name}"), **common,
+                                   slurm_additional_parameters=_after(needs), **_size(task.work, gpus, nodes))
         sent[task.name] = executor.submit(task.work)
         waits = f"  after {', '.join(need.job_id for need in needs)}" if needs else ""
         say(f"job {sent[task.name].job_id}  {task.name}{waits}")
     return sent
-
-def after(jobs: list) -> dict[str, str]:
-    "What SLURM is told about a job that waits for others to end well."
-    if not jobs: return {}
-    return {"dependency": "afterok:" + ":".join(job.job_id for job in jobs), "kill_on_invalid_dep": "yes"}

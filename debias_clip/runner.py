@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['LEAN', 'PASSING', 'versions', 'git_state', 'hide_paths', 'scrubbed', 'environment', 'run_job', 'PlannedModel',
-           'steps_done', 'images_left', 'planned', 'to_train', 'not_ready', 'plan_text', 'say', 'chosen', 'check_ready',
-           'loader_workers', 'run_preset', 'summary']
+           'steps_done', 'images_left', 'planned', 'to_train', 'not_ready', 'plan_text', 'say', 'chosen', 'due_jobs',
+           'check_ready', 'loader_workers', 'run_preset', 'summary']
 
-# %% ../nbs/33_runner.ipynb #8e6deb7b
+# %% ../nbs/33_runner.ipynb #f0ffbd17
 import json
 import os
 import re
@@ -28,7 +28,6 @@ from .core import cores, unknown, write_atomically
 from debias_clip.preset import (
     Job,
     Preset,
-    checkout_of,
     figures,
     has_tag,
     job_state,
@@ -270,7 +269,7 @@ def plan_text(preset: Preset, jobs: list[Job], force: bool = False) -> str:
     lines.append(f"{preset.name}: {len(due)} of {len(jobs)} notebooks to run, {training}")
     return "\n".join(lines + [f"not ready: {wrong}" for wrong in not_ready(due)])
 
-# %% ../nbs/33_runner.ipynb #37e48bc7
+# %% ../nbs/33_runner.ipynb #0bf9a2ce
 def say(text: str) -> None:
     "Prints at once, also into a pipe or a log."
     print(text, flush=True)
@@ -282,9 +281,16 @@ def chosen(preset: Preset, only: Iterable[str]) -> list[Job]:
         if name not in names: raise ValueError(f"{preset.name}: {unknown('experiment', name, names)}")
     return [job for job in preset.jobs if not only or job.name in only]
 
-def check_ready(preset: Preset, root: Path, due: list[Job]) -> None:
-    "Raises ValueError where the run folder cannot be written, or listing what the jobs that are due lack."
-    try: tempfile.TemporaryFile(dir=root/preset.out).close()
+def due_jobs(preset, root, force: bool, only: Iterable[str]) -> tuple[Preset, list[Job], list[Job]]:
+    "A preset, its chosen jobs, and those of them to be run. Parameters and errors as in `run_preset`."
+    preset = read_preset(preset, root)
+    jobs = chosen(preset, only)
+    return preset, jobs, [job for job in jobs if force or job_state(job) != "done"]
+
+def check_ready(preset: Preset, due: list[Job]) -> None:
+    "Raises ValueError where the run folder cannot be written, or listing what the jobs to be run lack."
+    if not due: return
+    try: tempfile.TemporaryFile(dir=due[0].root/preset.out).close()
     except OSError as e:
         raise ValueError(f"{preset.out} cannot be written to ({e.strerror}): make it writable, or copy its "
                          "params.yaml to another folder of runs/") from None
@@ -296,7 +302,7 @@ def loader_workers(workers: int | None, processes: int = 1) -> int:
     "Loader processes of each of several processes: as said, or (None) its share of the cores, less one."
     return max(0, cores()//processes - 1) if workers is None else workers
 
-# %% ../nbs/33_runner.ipynb #b03449c8
+# %% ../nbs/33_runner.ipynb #6bf5e82c
 def run_preset(preset, root=None, force: bool = False, only: Iterable[str] = (), dry_run: bool = False,
                workers: int | None = None, say=say) -> dict[str, str]:
     """Runs the notebooks of a preset, in order, into its folder; those that are done are skipped.
@@ -312,14 +318,12 @@ def run_preset(preset, root=None, force: bool = False, only: Iterable[str] = (),
     Returns experiment -> "cached", "done" or "failed: …" (dry_run: its state). Raises ValueError before anything runs
     where the preset, a notebook, a model's settings, data or the folder is not right.
     """
-    root = checkout_of(root)
-    preset = read_preset(preset, root)
-    jobs, results = chosen(preset, only), {}
-    states, width = {job.name: job_state(job) for job in jobs}, max(len(job.name) for job in jobs)
-    if not dry_run: check_ready(preset, root, [job for job in jobs if force or states[job.name] != "done"])
+    preset, jobs, due = due_jobs(preset, root, force, only)
+    if not dry_run: check_ready(preset, due)
+    width, results = max(len(job.name) for job in jobs), {}
     for i, job in enumerate(jobs, 1):
-        state, head = states[job.name], f"[{i}/{len(jobs)}] {job.name:{width}}  {job.key}"
-        if dry_run or (state == "done" and not force):
+        state, head = job_state(job), f"[{i}/{len(jobs)}] {job.name:{width}}  {job.key}"
+        if dry_run or job not in due:
             results[job.name] = state if dry_run else "cached"
             say(f"{head}  {'cached' if state == 'done' else state}")
         else: results[job.name] = _run_and_tell(job, head, state, loader_workers(workers), say)
