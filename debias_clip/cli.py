@@ -224,10 +224,10 @@ def named_models(model: str | None, given: list[str], context: int | None):
         if Path(weights).is_file(): card["sha256"] = file_hash(weights)[:16]
         yield name, net, transform, get_tokenizer(backbone, net.context_length), card | about
 
-# %% ../nbs/35_cli.ipynb #e910bd47
+# %% ../nbs/35_cli.ipynb #03b6a3c4
 def preset_models(preset: str):
     "The same of the models that a preset's main table has trained."
-    from debias_clip.page import trained_arms
+    from debias_clip.arms import trained_arms
     from debias_clip.preset import read_preset
     checked = read_preset(preset)
     job = next((job for job in checked.jobs if job.name == "main_table"), checked.jobs[0])
