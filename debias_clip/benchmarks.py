@@ -6,10 +6,10 @@
 __all__ = ['DATASETS', 'HF', 'GITHUB', 'COCO', 'DOCCI', 'KARPATHY', 'SA1B', 'REPEATED', 'SHAREGPT4V', 'IIW', 'FLICKR_FOLDERS',
            'KARPATHY_ZIP', 'TOKEN_LINE', 'KAGGLE_LINE', 'Source', 'DataSet', 'variant', 'sharegpt4v', 'turns',
            'urban1k', 'dci', 'docci', 'iiw', 'listed', 'coco', 'karpathy', 'flickr30k', 'data_set', 'samples', 'is_own',
-           'load_records', 'warn_of_counts', 'known_options', 'wrong_data', 'wrong_root', 'wrong_options', 'open_data',
-           'opened', 'data_digest', 'records_digest']
+           'load_records', 'warn_of_counts', 'known_options', 'wrong_data', 'wrong_root', 'wrong_options',
+           'world_options', 'open_data', 'opened', 'data_digest', 'records_digest']
 
-# %% ../nbs/12_benchmarks.ipynb #0dab9c36
+# %% ../nbs/12_benchmarks.ipynb #42928da8
 import inspect
 import itertools
 import json
@@ -44,6 +44,7 @@ from debias_clip.readers import (
     value,
 )
 from .records import Records, readable
+from .sentences import SPLITTERS
 
 # %% ../nbs/12_benchmarks.ipynb #6ad48eb6
 @dataclass(frozen=True)
@@ -327,7 +328,7 @@ def karpathy(root, note, name, splits=("test",)):
         if None in (image, inside): continue
         rows = listed(row, "sentences", file, note)
         texts = [as_text(each.get("raw")) if isinstance(each, dict) else "" for each in rows]
-        yield Sample(f"{where} ({image})", (Path(root)/inside)/image, texts, True)
+        yield Sample(f"{where} ({image})", (folder or Path(root)/inside)/image, texts, True)
 
 FLICKR_FOLDERS = ("flickr30k-images", "flickr30k_images", "images")
 
@@ -443,16 +444,16 @@ def warn_of_counts(records, row):
     warnings.warn(f"{records.name}: {len(records):,} images with {texts:,} texts here, {row.images:,} with "
                   f"{row.texts:,} published: numbers will not be comparable", stacklevel=3)
 
-# %% ../nbs/12_benchmarks.ipynb #148794f1
+# %% ../nbs/12_benchmarks.ipynb #1e731735
 def known_options(data) -> set[str]:
-    "Names of the options with which a data set can be opened."
-    if str(data) == "scenes": return {*inspect.signature(scenes.scene_records).parameters, "max_unreadable"}
-    load = read_records if is_own(data) else load_records
-    reader = () if is_own(data) else inspect.signature(data_set(data).reader).parameters
-    names = {*inspect.signature(load).parameters, *reader, "max_unreadable"}
-    return names - {"path", "name", "root", "note", "options"}
+    "Names of the options with which a data set can be opened. data: a name of `DATASETS`, or anything else: a table."
+    if data == "scenes": read = [scenes.scene_records]
+    elif data in DATASETS: read = [load_records, DATASETS[data].reader]
+    else: read = [read_records]
+    names = {name for function in read for name in inspect.signature(function).parameters}
+    return (names | {"max_unreadable"}) - {"path", "name", "root", "note", "options"}
 
-# %% ../nbs/12_benchmarks.ipynb #7ac3069c
+# %% ../nbs/12_benchmarks.ipynb #0816e7ba
 def wrong_data(data, root=None, options=None, checkout=".") -> str | None:
     """What is wrong with a data set of the settings, in words, found without reading it; None where it seems right.
 
@@ -460,29 +461,38 @@ def wrong_data(data, root=None, options=None, checkout=".") -> str | None:
     """
     if not isinstance(data, (str, Path)) or not str(data).strip():
         return f"data must be a data set's name or the path of a table, not {data!r}"
-    own = is_own(data) or (str(data) not in DATASETS and (Path(checkout)/data).exists())
-    if own and not (Path(checkout)/data).exists(): return f"data {data} is not there"
-    try:
-        if not own: data_set(str(data))
-        return wrong_options(data, options or {}) or (wrong_root(data, root, checkout) if not own else None)
+    name, path = str(data), Path(checkout)/data
+    if name not in DATASETS and not is_own(data) and not path.exists():
+        try: data_set(name)
+        except ValueError as e: return str(e)
+    wrong = None
+    if name not in DATASETS and not path.exists(): wrong = "there is no such file or folder"
+    elif name in DATASETS and name != "scenes": wrong = wrong_root(root, checkout)
+    wrong = wrong or wrong_options(name, options or {})
+    return wrong and f"data {name}: {wrong}"
+
+def wrong_root(root, checkout) -> str | None:
+    "What is wrong with the folder of a named data set."
+    if root is None: return "where does it lie? Give its folder as `root`"
+    if not (Path(checkout)/root).is_dir(): return f"there is no folder {root}"
+
+# %% ../nbs/12_benchmarks.ipynb #adb73b5d
+def wrong_options(name, options) -> str | None:
+    "What is wrong with the options of a data set."
+    known = known_options(name)
+    for option, given in options.items():
+        share = isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given <= 1
+        if option not in known: return unknown("option", option, known)
+        if option in ("max_missing", "max_unreadable") and not share:
+            return f"{option} must be a share from 0 to 1, not {given!r}"
+        if option == "splitter" and given not in SPLITTERS: return unknown("splitter", given, SPLITTERS)
+    if name != "scenes": return None
+    try: scenes.scene_records(**world_options(options) | {"n": 1})       # one scene tells what a thousand would
     except ValueError as e: return str(e)
 
-def wrong_root(data, root, checkout) -> str | None:
-    "What is wrong with the folder of a named data set."
-    if str(data) == "scenes": return None
-    if root is None: return f"where does {data} lie? Give its folder as `root`"
-    if not (Path(checkout)/root).is_dir(): return f"{data}: there is no folder {root}"
-
-def wrong_options(data, options) -> str | None:
-    "What is wrong with the options of a data set. Raises ValueError for a value the offline world does not know."
-    known = known_options(data)
-    for name, given in options.items():
-        if name not in known: return f"data {data}: {unknown('option', name, known)}"
-        share = isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given <= 1
-        if name in ("max_missing", "max_unreadable") and not share:
-            return f"data {data}: {name} must be a share from 0 to 1, not {given!r}"
-    if str(data) == "scenes":                              # one scene tells what a thousand would
-        scenes.scene_records(**{k: v for k, v in options.items() if k != "max_unreadable"} | {"n": 1})
+def world_options(options) -> dict:
+    "The options that `scene_records` takes."
+    return {name: value for name, value in (options or {}).items() if name != "max_unreadable"}
 
 # %% ../nbs/12_benchmarks.ipynb #be765d97
 def open_data(data, root=None, options=None) -> Records:
@@ -511,7 +521,7 @@ def opened(data, root, options, state) -> Records:
     else: records = load_records(data, root, **options)
     return records if max_unreadable is None else readable(records, max_unreadable)
 
-# %% ../nbs/12_benchmarks.ipynb #2bcaa9ac
+# %% ../nbs/12_benchmarks.ipynb #dc846b8a
 def data_digest(data, root=None, options=None) -> dict:
     """What a data set holds, as plain data for a model's key; the folder it lies in does not count.
 
@@ -520,8 +530,7 @@ def data_digest(data, root=None, options=None) -> dict:
     if str(data) != "scenes": return records_digest(open_data(data, root, options))
     wrong = wrong_data(data, root, options)
     if wrong: raise ValueError(wrong)
-    given = {name: value for name, value in (options or {}).items() if name != "max_unreadable"}
-    bound = inspect.signature(scenes.scene_records).bind(**given)
+    bound = inspect.signature(scenes.scene_records).bind(**world_options(options))
     bound.apply_defaults()
     return {"scenes": scenes.SCENES_VERSION, **bound.arguments}
 

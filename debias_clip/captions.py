@@ -65,9 +65,19 @@ class Piece:
         options = ", ".join(f"{name}={value}" for name, value in self.options)
         return f"{self.name}({options})" if options else self.name
 
-# %% ../nbs/00_captions.ipynb #c4b33e8e
+# %% ../nbs/00_captions.ipynb #9fe0182f
 PIECES = {}   # every piece there is: name -> Piece without options
 
+def _check_again(known, function, version):
+    "Raises ValueError where a function may not take the place of a known piece of its name."
+    def content(f): return f.__code__.co_code, f.__code__.co_consts, f.__code__.co_names, f.__defaults__
+    if known.function.__module__ != function.__module__:
+        raise ValueError(f"there is a piece {known.name} in {known.function.__module__}: give yours another name")
+    if known.version == version and content(known.function) != content(function):
+        raise ValueError(f"the piece {known.name} was changed: raise its version, {version}, so that models trained "
+                         "with the other one are not taken for its own")
+
+# %% ../nbs/00_captions.ipynb #8d2448c3
 def piece(version: int = 1):
     """Decorator that makes a function a piece of recipes, under its own name.
 
@@ -75,14 +85,14 @@ def piece(version: int = 1):
     with the older one are then no longer taken for the new one's.
 
     The function is called with (places, rng) and returns places, or with (n_post, rng) and returns a number of pads.
-    Further parameters are options and need a default. Raises ValueError for another function, or a name in use.
+    Further parameters are options and need a default. Raises ValueError for another kind of function, a name in use,
+    or a function that was changed while its version was not.
     """
     def register(function):
         name, takes = function.__name__, list(inspect.signature(function).parameters)[:2]
         if takes not in (["places", "rng"], ["n_post", "rng"]):
             raise ValueError(f"piece {name}: its first parameters must be (places, rng) or (n_post, rng), not {takes}")
-        if name in PIECES and PIECES[name].function.__module__ != function.__module__:
-            raise ValueError(f"there is a piece {name} in {PIECES[name].function.__module__}: give yours another name")
+        if name in PIECES: _check_again(PIECES[name], function, version)
         PIECES[name] = Piece(name, version, function=function)
         return function
     return register
@@ -171,41 +181,34 @@ def _as_piece(given, takes) -> Piece:
     if name not in alike: raise ValueError(unknown(f"piece of ({takes}, rng)", name, alike))
     return replace(PIECES[name], options=_options(PIECES[name], options))
 
-# %% ../nbs/00_captions.ipynb #1c3afeaa
-def _options(piece, given) -> tuple:
+# %% ../nbs/00_captions.ipynb #081a13ed
+def _options(registered, given) -> tuple:
     "The options of a registered piece that differ from its defaults. Raises ValueError for one it does not have."
-    if not isinstance(given, dict): raise ValueError(f"options of {piece.name} must be `name: value`, not {given!r}")
-    defaults, changed = piece.defaults, {}
+    if not isinstance(given, dict):
+        raise ValueError(f"options of {registered.name} must be `name: value`, not {given!r}")
+    defaults, changed = registered.defaults, {}
     for name, value in given.items():
-        if name not in defaults: raise ValueError(unknown(f"option of {piece.name}", name, defaults))
+        if name not in defaults: raise ValueError(unknown(f"option of {registered.name}", name, defaults))
         if not isinstance(value, (int, float, str, type(None))):
-            raise ValueError(f"{name} of {piece.name} must be a number or a text, not {value!r}")
+            raise ValueError(f"{name} of {registered.name} must be a number or a text, not {value!r}")
         if type(value) is int and type(defaults[name]) is float: value = float(value)
         if (type(value), value) != (type(defaults[name]), defaults[name]): changed[name] = value
     return tuple(sorted(changed.items()))
 
-# %% ../nbs/00_captions.ipynb #7de92ce1
+# %% ../nbs/00_captions.ipynb #d7799f5b
 def _places(pieces, n, rng) -> list[int]:
     "What the pieces, one after the other, make of the places 0…n−1. Raises ValueError where nothing is left."
     if n < 1:
         raise ValueError("a caption without a sentence has no short caption: drop empty captions before training "
                          "(those where split_sentences gives [])")
     places = list(range(n))
-    for piece in pieces:
-        before, places = places, list(piece(places, rng))
+    for step in pieces:
+        before, places = places, list(step(places, rng))
         if not places or not set(places) <= set(before):
-            raise ValueError(f"the piece {piece} made {places} of the places {before} of a caption's sentences")
+            raise ValueError(f"the piece {step} made {places} of the places {before} of a caption's sentences")
     return places
 
-# %% ../nbs/00_captions.ipynb #f06155c6
-def _try_pads(pads):
-    "Raises ValueError where a pads piece does not work or gives more pads than are free."
-    for n_post in (0, 10):
-        n_pre = pads(n_post, random.Random(0))
-        if not (isinstance(n_pre, int) and 0 <= n_pre <= n_post):
-            raise ValueError(f"the piece {pads} gives {n_pre!r} of {n_post} pads")
-
-# %% ../nbs/00_captions.ipynb #519dd855
+# %% ../nbs/00_captions.ipynb #cf20edbf
 def _line(name, given) -> tuple:
     "The pieces of a caption, tried out. name: of the recipe's field."
     if isinstance(given, str) or not isinstance(given, Sequence):
@@ -218,20 +221,20 @@ def _pads(given) -> Piece | None:
     "The pads piece of a caption, tried out; None: no pads."
     if given is None: return None
     pads = _as_piece(given, "n_post")
-    _try_pads(pads)
+    for n_post in (0, 10):
+        n_pre = pads(n_post, random.Random(0))
+        if not (isinstance(n_pre, int) and 0 <= n_pre <= n_post):
+            raise ValueError(f"the piece {pads} gives {n_pre!r} of {n_post} pads")
     return pads
 
-# %% ../nbs/00_captions.ipynb #3d09d59a
+# %% ../nbs/00_captions.ipynb #0021e385
 @dataclass(frozen=True)
 class Recipe:
     """What the captions of a training sample are made of. Called with (sentences, rng), it makes the short caption.
 
     short: pieces for the short caption, one after the other; (): the whole caption
     short_pads: piece for the pads before its words; None: no pads
-    long, long_pads: the same for the long caption; with (), nothing is drawn
-
-    For each sample random numbers are drawn for the short places, the short pads, the long places, the long pads.
-    Raises ValueError for what is no piece, an option out of range, or pieces that do not work together.
+    long, long_pads: the same for the long caption
     """
     short: tuple
     short_pads: Piece | None = None
@@ -243,16 +246,15 @@ class Recipe:
         for name in ("short_pads", "long_pads"): object.__setattr__(self, name, _pads(getattr(self, name)))
 
     def __call__(self, sentences: Sequence, rng) -> list:
-        "The short caption of at least one sentence: a list of them. The items are not looked at; token ids do too."
-        sentences = _list(sentences)
-        return [sentences[p] for p in self.short_places(len(sentences), rng)]
+        "The short caption of at least one sentence, as a list. The items are not looked at; token ids do too."
+        return [sentences[p] for p in self.short_places(len(_list(sentences)), rng)]
 
     def short_places(self, n: int, rng) -> list[int]:
         "The places of the short caption's sentences in a caption of n. Raises ValueError where n is 0."
         return _places(self.short, n, rng)
 
     def long_places(self, n: int, rng) -> list[int] | None:
-        "The places of the long caption's sentences in a caption of n; None: the caption is whole, nothing is drawn."
+        "The places of the long caption's sentences in a caption of n; None: it is whole, and nothing is drawn."
         return _places(self.long, n, rng) if self.long else None
 
     def pads(self, caption: str, n_post: int, rng) -> int:
@@ -262,9 +264,7 @@ class Recipe:
 
     @property
     def prefix_pad(self) -> bool: return self.short_pads is not None
-
     def as_dict(self) -> dict: return _as_dict(self)
-
     @classmethod
     def parse(cls, value) -> "Recipe": return _parse(value)
 
@@ -283,20 +283,20 @@ DEBIAS = Recipe(short=[drop_summary, draw], short_pads=random_pads)    # 1 + 2 +
 SMARTCLIP = Recipe(short=[run])                                        # the first sentences, with the summary
 RECIPES = dict(long_clip=LONG_CLIP, no_summary=NO_SUMMARY, sampled=SAMPLED, debias=DEBIAS, smartclip=SMARTCLIP)
 
-# %% ../nbs/00_captions.ipynb #c10cec30
-def _piece_dict(piece):
-    "A piece as YAML has it: its name, or {name: options}."
-    if piece is None or not piece.options: return piece and piece.name
-    return {piece.name: dict(piece.options)}
+# %% ../nbs/00_captions.ipynb #3512d1ef
+def _written(part):
+    "A piece as YAML has it: its name, or {name: options}; those of a line as a list."
+    if isinstance(part, tuple): return [_written(one) for one in part]
+    if part is None or not part.options: return part and part.name
+    return {part.name: dict(part.options)}
 
 def _as_dict(recipe) -> dict:
     "A recipe as plain data: the dict that `Recipe.parse` reads, with the versions of its pieces."
-    pieces = [p for p in (*recipe.short, recipe.short_pads, *recipe.long, recipe.long_pads) if p]
-    return dict(short=[_piece_dict(p) for p in recipe.short], short_pads=_piece_dict(recipe.short_pads),
-                long=[_piece_dict(p) for p in recipe.long], long_pads=_piece_dict(recipe.long_pads),
-                versions={p.name: p.version for p in pieces})
+    pieces = [*recipe.short, recipe.short_pads, *recipe.long, recipe.long_pads]
+    fields = {name: _written(getattr(recipe, name)) for name in Recipe.__dataclass_fields__}
+    return fields | {"versions": {one.name: one.version for one in pieces if one}}
 
-# %% ../nbs/00_captions.ipynb #8e7d2b10
+# %% ../nbs/00_captions.ipynb #6b2594b1
 def _parse(value) -> Recipe:
     """A recipe from a Recipe, a name in RECIPES, or a dict of its fields.
 
@@ -305,7 +305,7 @@ def _parse(value) -> Recipe:
     if isinstance(value, Recipe): return value
     if isinstance(value, str) and value in RECIPES: return RECIPES[value]
     if not isinstance(value, dict): raise ValueError(unknown("recipe", value, RECIPES))
-    known = ["short", "short_pads", "long", "long_pads", "versions"]
+    known = [*Recipe.__dataclass_fields__, "versions"]
     for name in value:
         if name not in known: raise ValueError(unknown("part of a recipe", name, known))
     if "short" not in value: raise ValueError("a recipe needs `short`, the pieces of its short caption")

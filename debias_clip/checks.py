@@ -75,7 +75,7 @@ class Report:
     def as_dict(self) -> dict: return report_dict(self)
     def summary(self, width=100) -> str: return report_text(self, width)
 
-# %% ../nbs/16_checks.ipynb #bfd8f5cf
+# %% ../nbs/16_checks.ipynb #a0795901
 def report_dict(report: Report) -> dict:
     "A report as plain data."
     plain = {name: getattr(report, name) for name in ("name", "about", "quick", "published", "images", "texts",
@@ -85,6 +85,7 @@ def report_dict(report: Report) -> dict:
     lengths = {name: int(n) for name, n in lengths_of_interest(report).items()}
     return {**plain, "root": str(report.root), "lengths": lengths, "findings": findings}
 
+# %% ../nbs/16_checks.ipynb #458c7258
 def lengths_of_interest(report) -> dict:
     "How many captions are longer than a context, or of a single sentence."
     return {"over_77": (report.tokens > 77).sum(), "over_248": (report.tokens > 248).sum(),
@@ -102,7 +103,7 @@ def report_text(report: Report, width: int = 100) -> str:
     else: lines.append("No faults." + " The pictures were not opened."*report.quick)
     return "\n".join(line if len(line) <= width else line[:width - 1] + "…" for line in lines)
 
-# %% ../nbs/16_checks.ipynb #f028ead7
+# %% ../nbs/16_checks.ipynb #59913ea4
 def kind_lines(report, kind) -> list[str]:
     "What the summary says of one kind of fault."
     findings, excuse = report.findings[kind], report.excused.get(kind)
@@ -112,13 +113,14 @@ def kind_lines(report, kind) -> list[str]:
     if len(groups) == 1: return [head + groups[0] + reason]
     return [f"{head}{len(findings):,}{reason}", *(f"          {group}" for group in groups)]
 
+# %% ../nbs/16_checks.ipynb #3ca44917
 def doubt_line(report, kind) -> str:
     "Why a kind without findings is not known to be in order; empty where it is."
     if kind == "counts" and not report.published: return f"?     {kind:19}nothing published to compare with"
     if report.quick and kind in NEED_OPENING: return f"?     {kind:19}not looked for: --quick opens no picture"
     return ""
 
-# %% ../nbs/16_checks.ipynb #7c519b13
+# %% ../nbs/16_checks.ipynb #466c302e
 def group_lines(findings, at_most: int = 5, names: int = 3) -> list[str]:
     "Lines that count findings by group, the largest first, with the first few of each, without their remedies."
     groups = {}
@@ -132,6 +134,7 @@ def group_lines(findings, at_most: int = 5, names: int = 3) -> list[str]:
     if rest: lines.append(f"{sum(len(found) for _, found in rest):,} in {len(rest)} more groups")
     return lines
 
+# %% ../nbs/16_checks.ipynb #801a975a
 def length_lines(report) -> list[str]:
     "What the summary says of lengths."
     tokens, sentences, lines = report.tokens, report.sentences, []
@@ -143,7 +146,7 @@ def length_lines(report) -> list[str]:
 
 def count_and_share(true) -> str: return f"{true.sum():,} ({100*true.mean():.1f} %)"
 
-# %% ../nbs/16_checks.ipynb #e1fa1877
+# %% ../nbs/16_checks.ipynb #87b4b93e
 @lru_cache
 def clip_tokenizer() -> Tokenizer: return get_tokenizer("ViT-B-16-quickgelu")
 
@@ -151,11 +154,12 @@ def lengths(captions: list[tuple]) -> list[tuple]:
     "(tokens with marks, sentences; 0 of an independent short caption) of each of a list of (caption, independent)."
     return [(tokens_of(text), 0 if short else len(sentences_of(text, "default"))) for text, short in captions]
 
+# %% ../nbs/16_checks.ipynb #e98736ad
 def tokens_of(text) -> int:
     "Tokens of a caption, a str or its parts, with SOT and EOT."
     return 2 + len(clip_tokenizer().encode(text if isinstance(text, str) else "\n".join(text)))
 
-# %% ../nbs/16_checks.ipynb #edcfc1b5
+# %% ../nbs/16_checks.ipynb #4025c643
 def check_captions(report: Report, samples: Iterable[Sample], images: list) -> Iterator[tuple]:
     "Yields (caption, independent) of all samples; notes repeats, counts, and puts (where, image) into `images`."
     seen = {}
@@ -170,6 +174,7 @@ def check_captions(report: Report, samples: Iterable[Sample], images: list) -> I
             else: seen[key] = sample.where
             yield text, sample.independent
 
+# %% ../nbs/16_checks.ipynb #2c60092f
 def read_captions(report: Report, samples: Iterable[Sample], progress: bool) -> list[tuple]:
     "Goes through all captions. Returns [(where, image)]."
     images = []
@@ -182,7 +187,7 @@ def bar_options(progress: bool) -> dict:
     "For tqdm: a bar where somebody is looking."
     return {"leave": False, "disable": None if progress else True}
 
-# %% ../nbs/16_checks.ipynb #7bc56e83
+# %% ../nbs/16_checks.ipynb #c969b732
 class Folders:
     """Finds files by their names in the captions, in the listings of their folders.
 
@@ -207,11 +212,12 @@ class Folders:
             except OSError: self.listed[folder] = {}
         return self.listed[folder]
 
+# %% ../nbs/16_checks.ipynb #fcd0f217
 def same_name(name: str) -> str:
     "What two names have in common that differ in letter case or in how accents are written."
     return unicodedata.normalize("NFC", name).casefold()
 
-# %% ../nbs/16_checks.ipynb #f7e6c4f7
+# %% ../nbs/16_checks.ipynb #74b7f8d5
 def find_images(report: Report, images: list[tuple], progress: bool) -> dict:
     "Notes what is missing, misspelt, empty or named twice. Returns path on disk -> (where, bytes) of the rest."
     root = os.path.abspath(report.root)
@@ -228,13 +234,14 @@ def find_images(report: Report, images: list[tuple], progress: bool) -> dict:
         else: there[file] = where, os.path.getsize(file)
     return there
 
+# %% ../nbs/16_checks.ipynb #f43d1c8c
 def folder_name(path, root) -> str:
     "The first three folders of a path, as seen from the root."
     inside = os.path.relpath(path, root)
     parts = Path(path if inside.startswith("..") else inside).parent.parts
     return "/".join(parts[:3]) or "the folder itself"
 
-# %% ../nbs/16_checks.ipynb #d476f95b
+# %% ../nbs/16_checks.ipynb #365e0157
 def open_images(report: Report, there: dict, threads: int, progress: bool):
     "Notes pictures that cannot be decoded, and those of equal content. there: path -> (where, bytes)."
     sizes, first = Counter(size for _, size in there.values()), {}
@@ -250,6 +257,7 @@ def open_images(report: Report, there: dict, threads: int, progress: bool):
             elif content in first: report.note("repeated images", f"{name} as {first[content]}", "equal content")
             elif content: first[content] = name
 
+# %% ../nbs/16_checks.ipynb #31ce1c3f
 def why_unreadable(file) -> str:
     "In words, why a picture cannot be decoded; empty where it can. A JPEG is read whole, but decoded at an eighth."
     if os.path.isfile(file) and os.path.getsize(file) == 0: return "empty (0 bytes)"
@@ -286,7 +294,7 @@ def check_data(name, root=None, quick: bool = False, max_missing: float = 0.0, t
         report.excused["missing images"] = f"up to {max_missing:.2%} may be missing"
     return report
 
-# %% ../nbs/16_checks.ipynb #ddaa33a0
+# %% ../nbs/16_checks.ipynb #52863567
 def new_report(name, root, quick) -> Report:
     "An empty report. Raises ValueError where there is nothing to check."
     if is_own(name): return Report(str(name), Path(root or table_file(name).parent), "one's own captions", quick)
@@ -297,6 +305,7 @@ def new_report(name, root, quick) -> Report:
     published = (row.images, row.texts) if row.images else None
     return Report(name, Path(root), row.protocol, quick, published, excused=dict(row.repeats))
 
+# %% ../nbs/16_checks.ipynb #88e672ab
 def all_samples(report, name, root) -> Iterator[Sample]:
     "The samples; where there are none to read, that is the fault."
     try: yield from samples(name, report.note, root)
@@ -323,7 +332,7 @@ def show_samples(records: Records, recipe: Recipe, tokenizer: Tokenizer, n: int 
         for epoch in range(epochs): lines += shown("short", *short_caption(few, store, recipe, seed, epoch, i), width)
     return "\n".join(lines)
 
-# %% ../nbs/16_checks.ipynb #77ce72b4
+# %% ../nbs/16_checks.ipynb #04421616
 def short_caption(records, store, recipe, seed, epoch, i) -> tuple[str, str]:
     "(text, facts) of the short caption that training draws of sample i in an epoch."
     sentences, tokenizer = records.captions[i], store.tokenizer
@@ -334,6 +343,7 @@ def short_caption(records, store, recipe, seed, epoch, i) -> tuple[str, str]:
     facts += f", {tokens_said(len(ids), tokenizer)}" + f", {pads} pads before them"*recipe.prefix_pad
     return records.text([sentences[place] for place in places]), facts
 
+# %% ../nbs/16_checks.ipynb #0fcd90d6
 def tokens_said(words: int, tokenizer) -> str:
     "Tokens of a caption with so many words' tokens, in words, and how many are cut off."
     marks, cut = tokenizer.context_length - tokenizer.room, words - tokenizer.room

@@ -119,11 +119,11 @@ def text_store(records: Records, tokenizer, workers=None) -> TextStore:
     folder = made_once(captions.folder/f"tokens-{key}", partial(write_store, whole, tokenizer, joiner, workers))
     return TextStoreAtRest(folder, tokenizer, joiner, captions.rows)
 
-# %% ../nbs/13_store.ipynb #40b9f378
+# %% ../nbs/13_store.ipynb #42d28339
 def write_store(captions: Column, tokenizer, joiner, workers, folder):
     "Writes the token ids of all captions into a folder, part by part, by all cores."
     counts, lengths = [], [[] for _ in ways_to_read(tokenizer, joiner)[0]]
-    for numbers, tables in in_processes(partial(tokenised, tokenizer, joiner), captions.values(), 10_000, workers):
+    for numbers, tables in in_processes(partial(tokenised, tokenizer, joiner), captions.values(), 2_000, workers):
         counts += numbers
         for k, (ids, sizes) in enumerate(tables):
             lengths[k].append(sizes)

@@ -28,7 +28,6 @@ from debias_clip.captions import (
     permute,
     piece,
     random_pads,
-    run,
     sample_rng,
     shuffle,
     split_sentences,
@@ -315,11 +314,17 @@ def test_functions_that_are_no_pieces(own_pieces):
         piece()(plain)
 
 
-def test_a_cell_may_be_run_again(own_pieces):
-    def own(places, rng): return places
-    piece()(own)
-    piece()(own)
-    assert run(range(1, 2), random.Random(0)) == range(1, 2) and Recipe([own])([7], None) == [7]
+def test_a_cell_may_be_run_again_but_not_changed_without_a_new_version(own_pieces):
+    def cell(text, version):
+        names = {"piece": piece, "__name__": "__main__"}
+        exec(f"@piece(version={version})\ndef own(places, rng, most=2): return {text}", names)
+        return names["own"]
+    cell("places[:most]", 1)
+    own = cell("places[:most]", 1)
+    assert Recipe([own])([7, 8, 9], None) == [7, 8]
+    with pytest.raises(ValueError, match="own was changed: raise its version, 1"): cell("places[-most:]", 1)
+    own = cell("places[-most:]", 2)
+    assert Recipe([own])([7, 8, 9], None) == [8, 9]
 
 
 # ---- permute
