@@ -328,7 +328,7 @@ def karpathy(root, note, name, splits=("test",)):
         if None in (image, inside): continue
         rows = listed(row, "sentences", file, note)
         texts = [as_text(each.get("raw")) if isinstance(each, dict) else "" for each in rows]
-        yield Sample(f"{where} ({image})", (Path(root)/inside)/image, texts, True)
+        yield Sample(f"{where} ({image})", (folder or Path(root)/inside)/image, texts, True)
 
 FLICKR_FOLDERS = ("flickr30k-images", "flickr30k_images", "images")
 

@@ -18,16 +18,14 @@ from .captions import Recipe, sample_rng
 from .records import Records, load_image
 from .store import TextStore
 
-# %% ../nbs/14_pairs.ipynb #2b10d7ed
+# %% ../nbs/14_pairs.ipynb #db4d30ca
 class PairDataset(torch.utils.data.Dataset):
     """Batches of pictures, long captions and freshly drawn short captions.
 
-    records, store: `Records`, and the `TextStore` of their captions
-    recipe: what captions are made of, or None for long captions alone
+    records, store: `Records`, and the `TextStore` of their captions; recipe: of both, or None for long captions alone
     transform: from a PIL image to a float tensor [3, H, W]; for an array of images, unless `augment`, from uint8
         [b, H, W, 3] to a float tensor [b, 3, H, W] (`Normalize`), or None: uint8 [b, 3, H, W]
-    seed: of all draws
-    at_least: pixels; larger JPEGs are decoded at a smaller scale, as in `load_image`
+    seed: of all draws; at_least: pixels, larger JPEGs are decoded at a smaller scale, as in `load_image`
     features: float32 [n, d] of a frozen image tower, in place of pictures
     augment: whether the transform draws random numbers; it then gets PIL images, and draws by (seed, epoch, index)
 

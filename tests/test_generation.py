@@ -19,6 +19,7 @@ os.environ |= dict(HF_HUB_OFFLINE="1")
 from debias_clip import generation
 from debias_clip.config import arm_config, model_key
 from debias_clip.export import to_diffusers
+from debias_clip.families import SIGLIP
 from debias_clip.generation import (
     OWN,
     Question,
@@ -40,7 +41,7 @@ from debias_clip.generation import (
 )
 from debias_clip.models import create_model, create_model_and_transforms, save_checkpoint
 from debias_clip.preset import notebook_cells
-from debias_clip.scenes import CELL, RGB, COLOURS, SHAPES
+from debias_clip.scenes import CELL, COLOURS, RGB, SHAPES
 from debias_clip.tables import reading
 from debias_clip.tokens import get_tokenizer
 
@@ -150,9 +151,11 @@ SHORT = get_tokenizer("scenes-clip", 28)
 class Oracle(nn.Module):
     "Knows the colours, and in which cell of each picture to look."
 
+    family = SIGLIP  # whose rows are read as they are
+
     def __init__(self, cells):
         super().__init__()
-        self.cells, self.p, self.attn_mask = iter(cells), nn.Parameter(torch.zeros(1)), None
+        self.cells, self.p, self.context_length = iter(cells), nn.Parameter(torch.zeros(1)), SHORT.context_length
 
     def encode_image(self, image):
         row, column = divmod(int(next(self.cells)), 3)

@@ -196,7 +196,7 @@ def test_many_commands_may_look_whether_a_folder_can_be_written(checkout):
     checkout.notebook("one")
     checkout.preset("experiments: [one]\n")
     preset = read_preset("demo", checkout.root)
-    def look(_): runner.check_ready(preset, checkout.root, [])
+    def look(_): runner.check_ready(preset, preset.jobs)
     with ThreadPoolExecutor(8) as pool: list(pool.map(look, range(400)))
     assert checkout.left() == []
 
