@@ -325,7 +325,7 @@ def index_table(diagnoses):
     table.index = pd.Index([d["name"] for d in diagnoses], name="arm")
     return table.assign(omitted=[len(d["omitted"]) for d in diagnoses])
 
-# %% ../nbs/32_diagnosis.ipynb #45238d00
+# %% ../nbs/32_diagnosis.ipynb #3f6d864f
 def interval(row, digits=2, name="value", sign=""):
     'As printed: "0.41 [0.35, 0.47]"; "–" where there is no number. name: of the number in the row.'
     if not row: return "–"
@@ -342,7 +342,7 @@ def verdict(diagnosis):
     name, index = diagnosis["name"], diagnosis["index"]
     if not index or index["value"] is None:
         why = "; ".join(o["why"] for o in diagnosis["omitted"] if o["what"] == "index")
-        return f"{name}: no index; {why}."
+        return f"{name}: no index; {why.rstrip('.')}."
     lean = "cannot be told from an even reader"
     if index["low"] > 0: lean = "leans to the beginning"
     if index["high"] < 0: lean = "leans to the end"

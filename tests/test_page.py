@@ -9,42 +9,32 @@ import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
+import diagnosed
 import numpy as np
 import pandas as pd
 import pytest
-import torch
+from diagnosed import ask
 from PIL import Image
 
-from debias_clip.diagnosis import diagnose, interval
-from debias_clip.models import create_model
+from debias_clip.diagnosis import interval
 from debias_clip.page import page_values, report_page, write_report
-from debias_clip.pairs import Normalize
 from debias_clip.records import Records
-from debias_clip.scenes import scene_records
 from debias_clip.shortsight import shortsight, shortsight_difference
-from debias_clip.tokens import get_tokenizer
 
-
-def ask(records, backbone="scenes-clip", length=88, **more):
-    torch.manual_seed(0)
-    model, tok = create_model(backbone, context_length=length, keep=8), get_tokenizer(backbone, length)
-    return diagnose(model, Normalize((.5, .5, .5), (.25, .25, .25)), tok, records, shuffles=1, worst=3, **more)
+@pytest.fixture(scope="module")
+def world(): return diagnosed.world()
 
 
 @pytest.fixture(scope="module")
-def world(): return scene_records("val", n=30)
+def one(): return diagnosed.diagnosis("one")
 
 
 @pytest.fixture(scope="module")
-def one(world): return ask(world, name="one")
+def siglip(): return diagnosed.diagnosis("a SigLIP")
 
 
 @pytest.fixture(scope="module")
-def siglip(world): return ask(world, "scenes-siglip", name="a SigLIP", n=25)
-
-
-@pytest.fixture(scope="module")
-def flat(world): return ask(Records("one-liners", world.images, [list(c[:1]) for c in world.captions]), name="flat")
+def flat(): return diagnosed.diagnosis("flat")
 
 
 class Page(HTMLParser):
@@ -202,7 +192,8 @@ def test_written_files(one, tmp_path):
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is installed, and CHROMIUM names none")
+missing = f"none of {', '.join(NAMES)} is installed, and CHROMIUM names none"
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason=missing)
 
 
 def chromium(*arguments, folder):
@@ -244,7 +235,8 @@ def framed(pages, folder):
     (folder/"frames.html").write_text(frames)
     address = (folder/"frames.html").as_uri()
     for budget in (20_000, 120_000, 600_000):   # ms of the page's own time: a busy machine needs more
-        done = chromium("--window-size=1300,1000", f"--virtual-time-budget={budget}", "--dump-dom", address, folder=folder)
+        time = f"--virtual-time-budget={budget}"
+        done = chromium("--window-size=1300,1000", time, "--dump-dom", address, folder=folder)
         assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
         said = re.search(r'data-found="([^"]*)"', done.stdout)
         found = json.loads(said[1].replace("&quot;", '"')) if said else {}
