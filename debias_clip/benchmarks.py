@@ -328,7 +328,7 @@ def karpathy(root, note, name, splits=("test",)):
         if None in (image, inside): continue
         rows = listed(row, "sentences", file, note)
         texts = [as_text(each.get("raw")) if isinstance(each, dict) else "" for each in rows]
-        yield Sample(f"{where} ({image})", (Path(root)/inside)/image, texts, True)
+        yield Sample(f"{where} ({image})", (folder or Path(root)/inside)/image, texts, True)
 
 FLICKR_FOLDERS = ("flickr30k-images", "flickr30k_images", "images")
 
@@ -444,14 +444,14 @@ def warn_of_counts(records, row):
     warnings.warn(f"{records.name}: {len(records):,} images with {texts:,} texts here, {row.images:,} with "
                   f"{row.texts:,} published: numbers will not be comparable", stacklevel=3)
 
-# %% ../nbs/12_benchmarks.ipynb #a1d34a70
+# %% ../nbs/12_benchmarks.ipynb #1e731735
 def known_options(data) -> set[str]:
     "Names of the options with which a data set can be opened. data: a name of `DATASETS`, or anything else: a table."
     if data == "scenes": read = [scenes.scene_records]
     elif data in DATASETS: read = [load_records, DATASETS[data].reader]
     else: read = [read_records]
     names = {name for function in read for name in inspect.signature(function).parameters}
-    return names | {"max_unreadable"} - {"path", "name", "root", "note", "options"}
+    return (names | {"max_unreadable"}) - {"path", "name", "root", "note", "options"}
 
 # %% ../nbs/12_benchmarks.ipynb #0816e7ba
 def wrong_data(data, root=None, options=None, checkout=".") -> str | None:

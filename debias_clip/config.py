@@ -23,14 +23,14 @@ from .benchmarks import data_digest
 from .captions import DEBIAS, RECIPES, Recipe
 from .core import content_key, default_workers, file_hash, read_yaml, unknown
 
-# %% ../nbs/17_config.ipynb #ec847345
+# %% ../nbs/17_config.ipynb #6d218e5e
 def fault(error: dict, known) -> str:
     "One entry of pydantic's list of errors as a sentence. known: names of all fields."
     name, value = ".".join(map(str, error["loc"])), error["input"]
     if error["type"] == "extra_forbidden": return no_field(name, known)
     if error["type"] == "value_error":
         message = str(error["ctx"]["error"])
-        return f"{name}: {message}" if name else message
+        return "\n".join(f"{name}: {line}" for line in message.splitlines()) if name else message
     if error["type"] == "float_type" and isinstance(value, str):
         return f"{name}={value!r} is text: YAML reads 1e-6 so; write 1.0e-6"
     return f"{name}={value!r:.60} {error['msg'].replace('Input should', 'must')}"

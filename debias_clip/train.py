@@ -514,7 +514,7 @@ def give_back():
     gc.collect()
     with suppress(OSError, AttributeError): ctypes.CDLL(None).malloc_trim(0)
 
-# %% ../nbs/19_train.ipynb #9ffe1779
+# %% ../nbs/19_train.ipynb #76958d32
 def go_on(step: Step, folder) -> int:
     "Puts the last whole checkpoint in place, where there is one. Returns the number of steps done."
     rank, world = rank_and_world()
@@ -525,8 +525,8 @@ def go_on(step: Step, folder) -> int:
     if step.scaler.is_enabled(): step.scaler.load_state_dict(state["scaler"])
     if state["world"] != world and rank == 0:
         warnings.warn(f"{folder.name} goes on from step {done} on {world} processes; until there it was "
-                      f"{state['world']}. Batches and losses stay the same, but sums are taken in another order: the weights will not be "
-                      "bit-equal to an undisturbed run's.", stacklevel=2)
+                      f"{state['world']}. Batches and losses stay the same, but sums are taken in another order: the "
+                      "weights will not be bit-equal to an undisturbed run's.", stacklevel=2)
     return done
 
 # %% ../nbs/19_train.ipynb #d3c84955

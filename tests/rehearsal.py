@@ -25,7 +25,7 @@ REGISTER = "import open_clip\nopen_clip.add_model_config('configs')   # the rehe
 
 # ---- settings
 
-SMALL = {"batch_size": 9, "pca_dim": 4, "epochs": 1, "warmup": 1}
+SMALL = {"batch_size": 9, "pca_group": 9, "pca_dim": 4, "epochs": 1, "warmup": 1}
 SMALL_PICTURES = {"pipeline": None, "checkpoints": {}, "n_prompts": 1, "options": 2, "noises": 1, "steps": 1,
                   "size": 16}
 

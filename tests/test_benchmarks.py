@@ -326,6 +326,7 @@ def test_unreadable_pictures_are_looked_for_on_demand(own):
     ("docci", ".", {"split": "test"}, "no option 'split'; did you mean splits"),
     ("docci", ".", {"image": "x"}, "no option 'image'"),
     (".", None, {"splits": []}, "no option 'splits'"),
+    (".", None, {"root": "x"}, "no option 'root'"),
     (".", None, {"max_missing": "half"}, "max_missing must be a share from 0 to 1, not 'half'"),
     (".", None, {"max_unreadable": 2}, "max_unreadable must be a share"),
     (".", None, {"splitter": "none"}, "no splitter 'none'"),

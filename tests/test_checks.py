@@ -282,6 +282,14 @@ def test_missing_pictures_are_grouped_by_folder_and_may_be_allowed(make):
     assert allowed.faults == {} and "note  missing images" in allowed.summary()
 
 
+@pytest.mark.parametrize("name", [name for name in ONE_EACH if not name.startswith("own")])
+def test_a_copy_is_found_from_another_folder(make, tmp_path, monkeypatch, name):
+    make(name).write()
+    monkeypatch.chdir(tmp_path.parent)
+    assert len(load_records(name.split(" ")[0], tmp_path.name)) == 16
+    assert check_data(name.split(" ")[0], tmp_path.name, quick=True, progress=False).faults == {}
+
+
 def test_names_are_compared_from_any_folder(make, tmp_path, monkeypatch):
     make("docci").write()
     (tmp_path/"images").rename(tmp_path/"IMAGES")

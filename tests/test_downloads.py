@@ -157,6 +157,15 @@ def test_a_part_that_is_whole_is_only_named(server, tmp_path):
     assert server.ranges_asked() == [] and left(tmp_path) == ["a.bin"]
 
 
+def test_a_file_stopped_while_its_checksum_is_read_is_not_fetched_again(server, tmp_path, monkeypatch):
+    def stop(*args, **more): raise KeyboardInterrupt
+    with monkeypatch.context() as patched:
+        patched.setattr(downloads.pooch.core, "hash_matches", stop)
+        with pytest.raises(KeyboardInterrupt): get(server, tmp_path, digest=digest_of(BODY))
+    get(server, tmp_path, digest=digest_of(BODY))
+    assert server.ranges_asked() == [] and left(tmp_path) == ["a.bin"] and len(server.asked) == 2
+
+
 def test_tries_are_counted_without_progress_only(server, tmp_path):
     server.breaks = [70_000]*20                                        # of them 65,536 are written
     get(server, tmp_path, tries=2, digest=digest_of(BODY))

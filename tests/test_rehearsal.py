@@ -73,7 +73,7 @@ def test_tokenisers_are_of_the_published_kinds(tmp_path, backbone, first_differs
 # ---- settings
 
 FINE = {"data": "sharegpt4v", "root": "data/sharegpt4v", "backbone": "ViT-B-16-quickgelu", "init": "openai",
-        "batch_size": 256, "pca_dim": 32, "lr": 1e-6}
+        "batch_size": 256, "pca_group": 64, "pca_dim": 32, "lr": 1e-6}
 PARAMETERS = {
     "out": "runs/x", "preset": "x", "seeds": [0], "pretraining": {}, "finetuning": FINE,
     "arms": {"start": None, "DeBias": {"recipe": "debias", "epochs": 6}},

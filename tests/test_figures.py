@@ -1,0 +1,125 @@
+"""Figures show what they are given: points, lines and a plane."""
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib import pyplot as plt
+
+from debias_clip.figures import counted_panels, curves, dots, plane
+
+@pytest.fixture(autouse=True)
+def closed():
+    with matplotlib.rc_context({"backend": "agg"}): yield
+    plt.close("all")
+
+
+def legend(fig): return [t.get_text() for t in fig.legends[0].get_texts()]
+
+
+def fits(fig):
+    "Whether all entries of the legend lie within the figure."
+    fig.canvas.draw()
+    boxes = [t.get_window_extent() for t in fig.legends[0].get_texts()]
+    return all(0 <= b.x0 and b.x1 <= fig.bbox.x1 for b in boxes)
+
+
+# ---- dots
+
+SCORES = pd.DataFrame([dict(arm=a, test=t, text=x, value=v, low=v - 3, high=v + 3) for a, v in (("b", 40.), ("a", 45.))
+                       for t in ("own", "other") for x in ("whole caption", "short")])
+
+
+def test_dots_stand_where_the_numbers_are(tmp_path):
+    fig = dots(SCORES, str(tmp_path), "fig", zero=True)
+    assert (tmp_path/"fig.png").stat().st_size > 3000
+    assert [t.get_text() for t in fig.axes[0].get_yticklabels()] == ["b", "a"] and legend(fig) == ["own", "other"]
+    points = [c.lines[0].get_xdata().tolist() for c in fig.axes[1].containers]
+    assert points == [[40, 45], [40, 45]] and fig.axes[0].get_ylim() == (1.5, -.5)
+    spans = [s[:, 0].tolist() for s in fig.axes[0].containers[0].lines[2][0].get_segments()]
+    assert spans == [[37, 43], [42, 48]]
+
+
+def test_dots_without_intervals():
+    fig = dots(SCORES.assign(low=None, high=None).query("test == 'own'"))
+    assert not fig.legends and not fig.axes[0].containers[0].has_xerr
+
+
+# ---- curves
+
+LINES = pd.DataFrame([dict(arm=a, test=t, by=b, x=x, value=float(x), low=x - 1., high=x + 1.) for a in ("one", "two")
+                      for t in ("own", "other") for b in ("words", "pads") for x in (0, 5, 20)])
+PADS = LINES.query("by == 'pads'")
+
+
+def test_curves(tmp_path):
+    fig = curves(LINES, out=str(tmp_path), name="c", style="by", even=1)
+    assert (tmp_path/"c.png").stat().st_size > 1000 and len(fig.axes) == 2
+    lines = fig.axes[0].lines[:4]
+    assert [line.get_xdata().tolist() for line in lines] == [[0, 5, 20]]*4
+    assert [line.get_label() for line in lines] == ["one, words", "one, pads", "two, words", "two, pads"]
+    assert legend(fig) == ["one", "two", "words", "pads"] and fits(fig)
+
+
+def test_an_axis_of_texts_keeps_their_order():
+    fig = curves(PADS.assign(x=PADS.x.map({0: "z", 5: "b", 20: "c"})))
+    assert [t.get_text() for t in fig.axes[0].get_xticklabels()] == ["z", "b", "c"]
+    assert fig.axes[0].lines[0].get_xdata().tolist() == [0, 1, 2]
+
+
+def test_a_line_goes_from_left_to_right():
+    assert curves(PADS.iloc[::-1]).axes[0].lines[0].get_xdata().tolist() == [0, 5, 20]
+
+
+def test_panels_go_on_in_a_second_line():
+    fig = curves(PADS.assign(panel=PADS.test + PADS.arm), panels="panel")
+    assert [ax.get_title() for ax in fig.axes] == ["ownone", "otherone", "owntwo", "othertwo"]
+    assert len({ax.get_subplotspec().rowspan.start for ax in fig.axes}) == 2
+
+
+def test_long_names_stay_in_the_figure():
+    names = {"one": "a model with a name that is long", "two": "another with a long one too"}
+    assert fits(curves(LINES.query("test == 'own'").assign(arm=LINES.arm.map(names)), style="by"))
+
+
+def test_curves_without_intervals_or_panels_or_rows():
+    fig = curves(PADS.query("test == 'own'").assign(low=None, high=None), panels=None)
+    assert len(fig.axes) == 1 and not fig.axes[0].collections
+    assert curves(LINES.iloc[:0]) is None
+
+
+def test_titles_count_the_captions_of_the_first_point():
+    counted = counted_panels(PADS.assign(n=[300, 20, 10]*4, left_out=1., cut=0.))
+    assert counted.panel.unique().tolist() == ["own\nn = 300, left out 1 (cut 0)", "other\nn = 300, left out 1 (cut 0)"]
+
+
+# ---- the plane
+
+PLANE = pd.DataFrame([dict(test=t, text=x, arm=a, value=w + i, low=w + i - 1, high=w + i + 2)
+                      for t, v in (("A", 10.), ("B", 50.)) for x, i in (("short", 0), ("whole caption", 3))
+                      for a, w in (("zero", v), ("one", v + 5), ("two", v + 7))])
+ARMS = {"first": ["zero", "one"], "second": ["zero", "two"]}
+WEIGHTS = {"zero": 0., "one": .1, "two": 1.}
+PLANES = {"A": [["A", "short"], ["A", "whole caption"]], "A against B": [["B", "short"], ["A", "whole caption"]]}
+
+
+def joined(ax): return [line.get_xydata().tolist() for line in ax.lines if line.get_label() in ARMS]
+
+
+def test_points_lie_where_the_numbers_are():
+    a, b = plane(PLANE, ARMS, WEIGHTS, PLANES).axes
+    assert joined(a) == [[[10, 13], [15, 18]], [[10, 13], [17, 20]]]
+    assert joined(b) == [[[50, 13], [55, 18]], [[50, 13], [57, 20]]]
+    assert sorted(t.get_text() for t in a.texts) == ["0", "0.1", "1"]              # an arm on two lines is marked once
+    assert b.get_xlabel().startswith("B, short") and b.get_ylabel().startswith("A, whole caption")
+    assert a.get_xlabel().startswith("short")
+    bars = np.concatenate([s for c in a.collections for s in c.get_segments()])    # one below, two above each
+    assert bars.min(0).tolist() == [9, 12] and bars.max(0).tolist() == [19, 22]
+
+
+def test_gains_start_at_the_origin(tmp_path):
+    gains = PLANE[PLANE.arm != "zero"].assign(low=None, high=None)
+    fig = plane(gains, ARMS, WEIGHTS, PLANES, out=str(tmp_path), name="gains", origin="zero")
+    assert [line[0] for line in joined(fig.axes[0])] == [[0, 0], [0, 0]] and (tmp_path/"gains.png").is_file()
+    with pytest.raises(ValueError, match="no 'short' of 'zero' on 'A'"): plane(gains, ARMS, WEIGHTS, PLANES)
+    with pytest.raises(ValueError, match="no 'short' of 'one' on 'C'"):
+        plane(PLANE, {"x": ["one"]}, WEIGHTS, {"C": [["C", "short"], ["A", "short"]]})

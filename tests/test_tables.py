@@ -1,0 +1,197 @@
+"""Tables: means, paired differences, what is said of them, and the paper's numbers apart."""
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from debias_clip.tables import (
+    PAPER,
+    PAPER_ABLATION,
+    PAPER_BACKBONES,
+    PAPER_DROPS,
+    as_rows,
+    bullets,
+    differences,
+    gain_rows,
+    loss_rows,
+    number,
+    pick,
+    reading,
+    step_differences,
+    summarise,
+    table,
+    with_counts,
+)
+
+SHARED = Path(__file__).parents[2]/"shared"
+
+
+def row(arm, seed, value, n=100, **more):
+    "Scores of one arm on one test set; hits in the order that makes two arms agree most."
+    scores = 100.*(np.arange(n) < round(value*n/100))
+    labels = dict(arm=arm, seed=seed, test="t", text="whole caption", direction="t2i")
+    return labels | dict(value=value, low=value - 3, high=value + 3, n=n, scores=scores) | more
+
+
+def rows_of(values): return [row(arm, seed, value) for (arm, seed), value in values.items()]
+
+
+# ---- means
+
+def test_several_seeds_give_a_t_interval_over_seeds():
+    s = summarise(rows_of({("a", 0): 50., ("a", 1): 52., ("a", 2): 54.}), ["arm"]).iloc[0]
+    half = 4.302652729911275*2/math.sqrt(3)   # t quantile of 2 degrees of freedom
+    assert (s.value, s.seeds, s.n, s.interval) == (52, 3, 100, "over seeds")
+    assert (s.low, s.high) == pytest.approx((52 - half, 52 + half))
+
+
+def test_one_seed_keeps_the_interval_over_images():
+    s = summarise([row("a", 0, 50.)], ["arm"]).iloc[0]
+    assert (s.low, s.high, s.interval) == (47, 53, "over images")
+
+
+def test_one_seed_without_an_interval_gets_one_from_its_scores():
+    s = summarise([row("a", 0, 50., low=None)], ["arm"]).iloc[0]
+    assert 35 < s.low < 45 and 55 < s.high < 65
+    bare = summarise([dict(arm="a", seed=0, value=1., low=None, high=None, n=3)], ["arm"]).iloc[0]
+    assert bare.low is None and bare.high is None
+
+
+def test_counts_are_the_most_of_any_seed():
+    rows = [row("a", s, 50., left_out=s, cut=9 - s) for s in (1, 2)]
+    s = summarise(rows, ["arm"]).iloc[0]
+    assert (s.left_out, s.cut) == (2, 8)
+    assert "cut" not in summarise([*rows, row("a", 3, 50., left_out=0)], ["arm"])
+
+
+def test_a_seed_in_two_rows_is_refused():
+    with pytest.raises(ValueError, match=r"\{'arm': 'a'\} holds seed 0 twice"):
+        summarise([row("a", 0, 1.), row("a", 0, 2.)], ["arm"])
+
+
+def test_nothing_measured_is_an_empty_table():
+    assert summarise([], ["arm", "test"]).columns.tolist()[:3] == ["arm", "test", "value"]
+
+
+# ---- differences
+
+def test_differences_are_paired_by_seed():
+    made = rows_of({("a", 0): 10., ("b", 0): 20., ("a", 1): 60., ("b", 1): 70., ("a", 2): 35., ("b", 2): 45.})
+    d = differences(made, "a", ["test"]).iloc[0]
+    assert (d.arm, d.value, d.low, d.high) == ("b", 10, 10, 10)   # however much the seeds differ
+    more = [*made, row("a", 3, 0.), row("b", 9, 99.)]
+    assert differences(more, "a", ["test"]).iloc[0].seeds == 3    # a seed that only one arm has is not compared
+
+
+def test_steps_are_against_the_arm_before():
+    made = rows_of({("a", 0): 40., ("b", 0): 45., ("c", 0): 43.})
+    steps = step_differences(made, ["a", "b", "c"], ["test"])
+    assert steps[["arm", "against", "value"]].values.tolist() == [["b", "a", 5.], ["c", "b", -2.]]
+
+
+def test_one_seed_is_paired_by_image():
+    d = differences([row("a", 0, 40.), row("b", 0, 45.)], "a", ["test"]).iloc[0]
+    assert d.value == pytest.approx(5) and 0 < d.low < 5 < d.high < 11 and d.interval == "over images"
+
+
+def test_texts_of_one_image_are_drawn_together():
+    "Five copies of each caption are no more images than one: the interval must not become narrower."
+    image_of = np.repeat(np.arange(100), 5)
+    five = [r | dict(scores=np.repeat(r["scores"], 5), image_of=image_of) for r in (row("a", 0, 40.), row("b", 0, 45.))]
+    once = differences([row("a", 0, 40.), row("b", 0, 45.)], "a", ["test"]).iloc[0]
+    copied = differences(five, "a", ["test"]).iloc[0]
+    assert (copied.value, copied.low, copied.high) == pytest.approx((once.value, once.low, once.high))
+
+
+def test_values_of_another_column_are_compared_within_each_arm():
+    made = [row(arm, 0, v, text=text) for arm, text, v in
+            [("a", "full", 50.), ("a", "move", 40.), ("b", "full", 70.), ("b", "move", 65.)]]
+    d = differences(made, "full", ["arm"], column="text")
+    assert d[["text", "arm", "value"]].values.tolist() == [["move", "a", -10.], ["move", "b", -5.]]
+    lost = loss_rows(made, "full", ["arm"], column="text")
+    assert [r["value"] for r in lost] == [10., 5.] and lost[0]["scores"].mean() == pytest.approx(10)
+    saved = differences(lost, "a", ["text"]).iloc[0]              # the difference of two losses
+    assert saved.value == -5 and saved.low < -5 < saved.high
+
+
+def test_what_cannot_be_paired_is_refused():
+    a, b = row("a", 0, 40.), row("b", 0, 45.)
+    with pytest.raises(ValueError, match="there is no arm 'c'; known: a, b"): differences([a, b], "c", ["test"])
+    with pytest.raises(ValueError, match="there is no tokens 7"): gain_rows([a | dict(tokens=0)], 7, [], "tokens")
+    with pytest.raises(ValueError, match="90 and 100 images cannot be paired"):
+        differences([a, row("b", 0, 45., n=90)], "a", ["test"])
+    with pytest.raises(ValueError, match="is there twice"): differences([a, a, b], "a", ["test"])
+    with pytest.raises(ValueError, match="holds seed 0 twice"): differences([a, b, b], "a", ["test"])
+
+
+# ---- sentences
+
+def test_numbers():
+    assert number(56.26, 54.04, 58.5) == "56.3 [54.0, 58.5]" and number(5., None, None) == "5.0"
+    assert number(5., math.nan, math.nan) == "5.0" and number(None, None, None) == number(math.nan, 1, 2) == "–"
+    assert number(-.0004, -.0012, .1, digits=3, sign="+") == "+0.000 [-0.001, 0.100]"
+
+
+@pytest.mark.parametrize("low, high, said", [
+    (1., 3., "better"), (-3., -1., "worse"), (-1., 3., "no clear difference"), (math.nan, math.nan, "no interval")])
+def test_a_difference_is_read_as_it_came_out(low, high, said):
+    row = dict(arm="a", against="b", test="t", value=2., low=low, high=high, seeds=3, n=5, interval="over seeds")
+    line = reading(pd.DataFrame([row]))
+    assert line.startswith("- **a** against b, t: +2.0") and line.endswith(f" points over 3 seeds: {said}.")
+    assert "nan" not in line
+
+
+def test_bullets_fill_a_template_for_each_row():
+    frame = summarise(rows_of({("a", 0): 50., ("b", 0): 60.}), ["arm"])
+    assert bullets(frame, "{arm} {value:.0f} {basis}") == "- a 50 over images\n- b 60 over images"
+
+
+# ---- tables
+
+def test_tables_keep_order_and_quote_apart():
+    made = rows_of({("z", 0): 40., ("Long-CLIP recipe", 0): 45., ("a", 0): 3.})
+    t = table(summarise(made, ["arm", "text", "direction"]), ["arm", "text"], paper=PAPER)
+    assert t.index.tolist() == [(arm, "whole caption") for arm in ("z", "Long-CLIP recipe", "a")]
+    assert t.columns.tolist() == ["text→image R@1", "paper (quoted)"]
+    assert t["paper (quoted)"].tolist() == ["–", "71.4 / 63.1 (DOCCI)", "–"]
+    assert t["text→image R@1"].tolist() == ["40.0 [37.0, 43.0]", "45.0 [42.0, 48.0]", "3.0 [0.0, 6.0]"]
+    json.dumps(as_rows(t), allow_nan=False)
+
+
+def test_rows_are_grouped_by_their_first_label_whatever_the_order_of_the_scores():
+    made = [r | {"test": test} for r in rows_of({("z", 0): 40., ("b", 0): 45.}) for test in ("own", "other")]
+    t = table(summarise(made, ["test", "arm", "direction"]), ["test", "arm"])
+    assert t.index.tolist() == [(test, arm) for test in ("own", "other") for arm in ("z", "b")]
+
+
+def test_a_missing_cell_is_a_dash_and_a_missing_row_is_none():
+    made = [row("a", 0, 40.), row("b", 0, 30., text="move")]
+    t = table(summarise(made, ["arm", "text", "test"]), ["arm"], columns="text")
+    assert t.values.tolist() == [["40.0 [37.0, 43.0]", "–"], ["–", "30.0 [27.0, 33.0]"]]
+    assert table(summarise(made, ["arm", "text", "test"]), ["arm", "text"], columns="test").shape == (2, 1)
+
+
+def test_counts_stand_beside_the_row():
+    rows = [row("a", 0, 40., left_out=2, cut=1), row("a", 0, 30., text="move", left_out=2, cut=5)]
+    summary = summarise(rows, ["arm", "text"])
+    shown = with_counts(table(summary, ["arm"], columns="text"), summary)
+    assert shown[["n", "left out", "cut"]].values.tolist() == [[100, 2, 5]]
+
+
+def test_rows_are_picked_and_kept():
+    made = rows_of({("a", 0): 1., ("a", 1): 2., ("b", 0): 3.})
+    assert [r["value"] for r in pick(made, arm="a", seed=[1, 2])] == [2.] and pick(made, arm="c") == []
+    assert pick(pd.DataFrame(made), arm="a", seed=[1, 2]).value.tolist() == [2.]
+    assert as_rows(pd.DataFrame(dict(x=[1, 2], y=[.5, None]))) == [dict(x=1, y=.5), dict(x=2, y=None)]
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared is not there")
+def test_quoted_numbers_stand_in_the_papers_facts():
+    facts = (SHARED/"paper.md").read_text()
+    for quoted in [PAPER, PAPER_ABLATION, PAPER_DROPS, PAPER_BACKBONES]:
+        figures = [f for cell in quoted.cells.values() for f in re.findall(r"\d+\.\d", cell)]
+        assert figures and all(f in facts for f in figures)
