@@ -1,11 +1,15 @@
-"""The loader's benchmark: what it reports follows from what it measured, and says what was measured and what was not."""
-import importlib.util, json, statistics, sys
+"""The benchmark of a training step: the two ways are one step, and what it reports follows from what it measured."""
+import importlib.util
+import json
+import statistics
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 TOOL = Path(__file__).parents[1]/"tools"/"benchmark.py"
-FEW = ["loader", "--backbone", "scenes-clip", "--keep", "8", "--batch", "4", "--seconds", ".1", "--repeats", "2", "--workers", "0"]
+FEW = dict(backbone="scenes-clip", keep=8, batch=4, pca_dim=2)
 
 
 @pytest.fixture(scope="module")
@@ -17,48 +21,78 @@ def benchmark():
     del sys.modules["benchmark"]
 
 
-def run(benchmark, monkeypatch, capsys, *args):
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", *FEW, *args])
+def run(benchmark, monkeypatch, capsys, **options):
+    "What `benchmark.py step` prints; its two processes are run in this one."
+    def in_process(s, variant):
+        benchmark.worker(s, variant)
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    monkeypatch.setattr(benchmark, "ask", in_process)
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in (FEW | options).items()]
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "step", *given, "--repeats=2", "--json"])
     benchmark.main()
-    return capsys.readouterr().out
+    return json.loads(capsys.readouterr().out)
 
 
-def test_a100s_are_computed_from_counted_operations_and_said_to_be(benchmark, monkeypatch, capsys):
-    found = json.loads(run(benchmark, monkeypatch, capsys, "--images", "8", "--sizes", "64x48,48x64", "--json"))
-    eaten = .4*312e12/found["operations a sample"]
-    assert found["samples/s of an A100, computed"] == pytest.approx(eaten) and found["A100s fed, computed"] == pytest.approx(statistics.median(found["samples/s"])/eaten)
-    assert len(found["samples/s"]) == 2 and {k: len(v) for k, v in found["µs a sample"].items()} == dict(whole=2, decode=2, transform=2, text=2)
-    assert "8 JPEG files of 64x48,48x64 made on the spot" in found["setting"]["what"]
-    assert found["cores an A100 needs, computed"] == pytest.approx(eaten*sum(statistics.median(found["µs a sample"][k]) for k in ("decode", "transform", "text"))/1e6)
-    lines = list(benchmark.told(found | {"samples/s by the stages": 1.5*statistics.median(found["samples/s"])}))
-    assert [line.split(":")[0] for line in lines[1:4]] == ["measured, loader alone", "measured, µs of one core a sample", "computed, not measured"]
-    assert "312·10¹² bf16 operations/s (data sheet)" in lines[4] and "assumed 40 %" in lines[4] and f"would feed {found['A100s fed, computed']:.2f} A100s of scenes-clip training" in lines[5]
-    crowded = list(benchmark.told(found | {"samples/s by the stages": 1e9}))
-    assert len(crowded) == len(lines) + 1 and "other programs take the cores" in crowded[3]
+def test_the_two_ways_are_the_same_step_with_fewer_operations(benchmark, monkeypatch, capsys):
+    result = run(benchmark, monkeypatch, capsys)
+    assert result["loss"]["ours"] == pytest.approx(result["loss"]["plain"], rel=1e-5)
+    for flops in result["flops"].values(): assert flops["needed"] < flops["ours"] < flops["plain"]
+    tokens = result["tokens"]
+    assert tokens["each once"] <= tokens["up to the pooled one"] < tokens["every position"] == 8*88
 
 
-def test_own_pictures_are_loaded(benchmark, monkeypatch, capsys, tmp_path):
-    for i in range(5): benchmark.photograph(40, 30, i).save(tmp_path/f"{i}.jpg")
-    (tmp_path/"captions.jsonl").write_text("".join(json.dumps(dict(image=f"{i}.jpg", caption=f"A picture numbered {i}. It is small.")) + "\n" for i in range(5)))
-    out = run(benchmark, monkeypatch, capsys, "--data", str(tmp_path), "--images", "0", "--workers", "1")
-    assert f"5 pictures of {tmp_path.name}" in out and "1 workers" in out and "one A100 needs" in out
+def test_the_table_follows_from_what_was_measured(benchmark, monkeypatch, capsys):
+    result = run(benchmark, monkeypatch, capsys)
+    rows = {row["quantity"]: row for row in result["table"]}
+    seconds = {v: statistics.median(of) for v, of in result["seconds"]["step"].items()}
+    assert [len(of) for of in result["seconds"]["step"].values()] == [2, 2]
+    assert rows["step: images/s"]["plain"] == pytest.approx(4/seconds["plain"])
+    assert rows["step: images/s"]["ratio"] == pytest.approx(seconds["plain"]/seconds["ours"])
+    assert rows["step: peak memory, GB"]["ratio"] == result["peak"]["ours"]/result["peak"]["plain"]
+    assert any("images/s" in line for line in benchmark.told(result))
 
 
-@pytest.mark.parametrize("args,message", [(["--sizes", "640"], "WIDTHxHEIGHT"), (["--sizes", "0x4"], "WIDTHxHEIGHT"), (["--images", "0"], "1 or more"), (["--images", "3"], "batch of 4 cannot be drawn from 3"),
-                                          (["--utilisation", "0"], "percentage"), (["--workers", "-1"], "0 or more"), (["--data", "/nowhere"], "/nowhere"), (["--backbone", "scenes-siglip"], "CLIP backbone")])
-def test_what_cannot_be_measured_is_said_first(benchmark, monkeypatch, capsys, args, message):
-    with pytest.raises(SystemExit, match=message): run(benchmark, monkeypatch, capsys, *args)
+def test_a_stopped_run_goes_on(benchmark, monkeypatch, tmp_path):
+    s, asked, going_on = benchmark.Setting(**FEW), [], []
+    def ask(s, variant):
+        if len(asked) == 3 and not going_on: raise KeyboardInterrupt
+        asked.append(variant)
+        return [{"what": "step", "seconds": 1.0}]
+    monkeypatch.setattr(benchmark, "ask", ask)
+    with pytest.raises(KeyboardInterrupt): benchmark.measure(s, 2, tmp_path/"cache"/"rows.jsonl")
+    going_on.append(True)
+    assert len(benchmark.measure(s, 2, tmp_path/"cache"/"rows.jsonl")) == 4 and asked == ["plain", "ours"]*2
 
 
-def test_made_up_pictures_weigh_what_photographs_do(benchmark, tmp_path):
-    benchmark.photograph(640, 480, 0).save(tmp_path/"x.jpg", quality=90)
-    assert .3 < (tmp_path/"x.jpg").stat().st_size/(640*480) < .7            # COCO's val2017: 0.55
+def test_counted_operations_are_those_of_the_matrix_products(benchmark):
+    "Of the plain text branch, by hand: 4 weights of d² for attention, 8 for the feed-forward layer, both attentions."
+    s = benchmark.Setting(**FEW)
+    batch, _ = benchmark.make_batch(s)
+    d, layers, length, rows, embed = 128, 3, 88, 8, 128
+    block = length*12*d*d + 2*length*length*d
+    forward = 2*rows*(layers*block + d*embed)
+    assert benchmark.count_operations(s, batch)["text"]["plain"] == pytest.approx(3*forward, rel=0.01)
 
 
-def test_the_options_are_the_same_step(benchmark, monkeypatch, capsys):
-    monkeypatch.setattr(benchmark, "OPTIONS", {name: how for name, how in benchmark.OPTIONS.items() if not how[1]})   # compiling wants a compiler, and half a minute
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", "options", "--backbone", "scenes-clip", "--keep", "8", "--batch", "4", "--pca-dim", "2", "--repeats", "2"])
-    benchmark.main()
-    fused, other = capsys.readouterr().out.splitlines()
-    assert fused.startswith("fused ") and "1.00 times the speed" in fused and other.startswith("not fused ")
-    assert fused.rpartition("loss ")[2] == other.rpartition("loss ")[2] and float(fused.rpartition("loss ")[2]) > 0
+@pytest.mark.parametrize("fields, message", [
+    (dict(backbone="scenes-siglip"), "CLIP backbone"),
+    (dict(precision="fp16"), "precision is fp32 or bf16, not 'fp16'"),
+    (dict(kernels="fast"), "kernels is trainer or torch"), (dict(batch=2), "needs a batch of 3")], ids=str)
+def test_what_cannot_be_measured_is_said_first(benchmark, fields, message):
+    with pytest.raises(SystemExit, match=message): benchmark.Setting(**FEW | fields)
+
+
+def test_own_captions_are_read(benchmark, tmp_path):
+    lines = [json.dumps({"caption": f"Number {i}. It is small."}) + "\n" for i in range(4)]
+    (tmp_path/"captions.jsonl").write_text("".join(lines))
+    s = benchmark.Setting(**FEW, captions=str(tmp_path))
+    batch, what = benchmark.make_batch(s)
+    assert what == f"the first 4 captions of {tmp_path.name}" and batch["long"].dtype == torch.int64
+    five = benchmark.Setting(**FEW | dict(batch=5, captions=str(tmp_path)))
+    with pytest.raises(SystemExit, match="fewer captions"): benchmark.make_batch(five)
+
+
+@pytest.mark.slow
+def test_each_variant_has_a_process_of_its_own(benchmark):
+    rows = benchmark.ask(benchmark.Setting(**FEW), "ours")
+    assert [row["what"] for row in rows] == ["step", "text"] and rows[0]["peak"] > 0
