@@ -176,8 +176,10 @@ def has_hooks(module):
 
 def is_plain(model):
     "Whether a text tower may be run token by token: its family ends at its mark, and its blocks are CLIP's own."
+    family = getattr(model, "family", None)   # a model from elsewhere has none
+    if family is None or not family.ends_at_mark: return False
     transformer = text_tower(model).transformer
-    if not model.family.ends_at_mark or any(map(has_hooks, transformer.modules())): return False
+    if any(map(has_hooks, transformer.modules())): return False
     return len(transformer.resblocks) > 0 and all(map(is_own_block, transformer.resblocks))
 
 # %% ../nbs/05_towers.ipynb #e6c2a1ff
