@@ -432,5 +432,5 @@ def weights_and_biases(project, config, options) -> list:
 # %% ../nbs/19_train.ipynb #399055af
 # In a notebook __name__ is "__main__" too, but only `python -m` gives a spec.
 if __name__ == "__main__" and globals().get("__spec__"):
-    from debias_clip.cli import app
-    app(["train", *sys.argv[1:]])
+    from debias_clip.cli import main
+    main(["train", *sys.argv[1:]])

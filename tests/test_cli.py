@@ -124,7 +124,7 @@ def test_train_and_torchrun_are_one_command(checkout, here):
 
 # ---- eval
 
-def card(output, name): return re.search(rf"{name} +(.+)", output)[1]
+def card(output, name): return re.search(rf"(?m)^{name} +(.+)$", output)[1]
 
 
 def test_eval_of_a_checkpoint(own):
@@ -229,7 +229,7 @@ def test_data_show_tells_both_captions(own):
     assert "long:  A red square. It fills the picture. Nothing else is there." in shown.output
     assert "short: It fills the picture. Nothing else is there." in shown.output
     for args, told in [((own, "--recipe", "debia"), "did you mean debias?"), (("doci",), "did you mean docci"),
-                       (("docci",), "where does docci lie")]:
+                       (("docci",), "data docci: where does it lie")]:
         assert told in str(invoke("data", "show", *args).exception)
 
 

@@ -211,10 +211,10 @@ TINY = "backbone: scenes-clip, batch_size: 32, pca_dim: 8, context_length: 88, k
     ("pretraining: {batch_size: 32}, finetuning: {batch_size: 32}", "backbone"),
     (f"finetuning: {{data: scenes, data_options: {{split: trian}}, {TINY}}}", "trian"),
     (f"finetuning: {{data: scenes, data_options: {{spilt: train}}, {TINY}}}", "spilt"),
-    (f"finetuning: {{data: mine.csv, {TINY}}}", "mine.csv is not there"),
-    (f"finetuning: {{data: sharegpt4v, root: disk, {TINY}}}", "sharegpt4v: there is no folder disk"),
+    (f"finetuning: {{data: mine.csv, {TINY}}}", "data mine.csv: there is no such file"),
+    (f"finetuning: {{data: sharegpt4v, root: disk, {TINY}}}", "data sharegpt4v: there is no folder disk"),
     ("tests: {t: {data: docic, root: x}}", "tests: t: there is no data set 'docic'; did you mean docci or dci"),
-    ("tests: {t: {data: docci}}", "tests: t: where does docci lie"),
+    ("tests: {t: {data: docci}}", "tests: t: data docci: where does it lie"),
     ("tests: {t: {data: docci, rot: x}}", "tests: t: `data` is needed, and `root` and `options`"),
     ("tests: {t: {root: x}}", "tests: t: `data` is needed"),
 ])
@@ -234,8 +234,8 @@ def test_everything_that_is_not_ready_is_told_at_once(checkout):
     experiment(checkout, "two", finetuning=SMALL | dict(data="mine.csv", pca_dim=4))
     checkout.preset("experiments: [one, two]\n")
     preset = read_preset("demo", checkout.root)
-    told = ["one: tests: x: docci: there is no folder x", "one: tests: y: dci: there is no folder y",
-            "two: data mine.csv is not there"]
+    told = ["one: tests: x: data docci: there is no folder x", "one: tests: y: data dci: there is no folder y",
+            "two: data mine.csv: there is no such file or folder"]
     assert not_ready(preset.jobs) == told
     plan = plan_text(preset, preset.jobs)
     with pytest.raises(ValueError) as e: checkout.run()
@@ -287,7 +287,7 @@ def test_every_preset_has_a_plan():
         new = to_train(planned(read_preset(name, REPO).jobs))
         counts[name] = len(new)
         assert all(model.images is not None for model in new), name
-    assert counts == {"smoke": 18, "quick": 9, "toy": 78, "paper-b16": 24, "paper-l14": 20}, counts
+    assert counts == {"smoke": 19, "quick": 9, "toy": 78, "paper-b16": 24, "paper-l14": 20}, counts
 
 
 # ---- memory
