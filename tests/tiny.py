@@ -1,9 +1,13 @@
 """Tiny backbones, and what several test files need of them."""
+import copy
 import json
 from contextlib import contextmanager
 
 import open_clip
 import torch
+from safetensors.torch import save_file
+
+from debias_clip.models import encode_texts
 
 VISION = {"image_size": 16, "layers": 1, "width": 64, "patch_size": 8}
 TEXT = {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 1, "layers": 2}
@@ -50,3 +54,51 @@ def five_captions(length, n=5):
 
 def text_names(model):
     return [name for name, _ in model.named_parameters() if not name.startswith(("visual", "logit"))]
+
+
+# checkpoints
+
+def block_shapes(width):
+    "Names and shapes of a residual block."
+    return {
+        "attn.in_proj_weight": (3*width, width), "attn.in_proj_bias": (3*width,),
+        "attn.out_proj.weight": (width, width), "attn.out_proj.bias": (width,),
+        "ln_1.weight": (width,), "ln_1.bias": (width,), "ln_2.weight": (width,), "ln_2.bias": (width,),
+        "mlp.c_fc.weight": (4*width, width), "mlp.c_fc.bias": (4*width,),
+        "mlp.c_proj.weight": (width, 4*width), "mlp.c_proj.bias": (width,),
+    }
+
+
+def openai_state(length=77, width=64, embed=16, vocab=49408):
+    "OpenAI's names, as listed for CLIP's released archives, with random tensors in the sizes of tiny-clip."
+    shapes = {
+        "positional_embedding": (length, width), "text_projection": (width, embed), "logit_scale": (),
+        "token_embedding.weight": (vocab, width), "ln_final.weight": (width,), "ln_final.bias": (width,),
+        "visual.class_embedding": (width,), "visual.positional_embedding": (5, width), "visual.proj": (width, embed),
+        "visual.conv1.weight": (width, 3, 8, 8),
+        "visual.ln_pre.weight": (width,), "visual.ln_pre.bias": (width,),
+        "visual.ln_post.weight": (width,), "visual.ln_post.bias": (width,),
+    }
+    for name in ("transformer.resblocks.0", "transformer.resblocks.1", "visual.transformer.resblocks.0"):
+        shapes |= {f"{name}.{part}": shape for part, shape in block_shapes(width).items()}
+    return {name: torch.randn(shape)*.1 for name, shape in shapes.items()}
+
+
+def save(tree, path, kind):
+    path = path.with_suffix(f".{kind}")
+    save_file(tree, path) if kind == "safetensors" else torch.save(tree, path)
+    return path
+
+
+@torch.no_grad()
+def same_as_open_clip(model, state, quick_gelu=True):
+    "Asserts that a model gives what open_clip's own class gives with these tensors."
+    config = copy.deepcopy(CLIP)
+    config["text_cfg"]["context_length"] = len(state["positional_embedding"])
+    plain = open_clip.CLIP(**config, quick_gelu=quick_gelu).eval()
+    plain.load_state_dict({name: v.float() for name, v in state.items()})
+    image, text = torch.randn(2, 3, 16, 16), five_captions(model.context_length, 4)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    torch.testing.assert_close(model.eval().encode_image(image), plain.encode_image(image), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(encode_texts(model, text), plain.encode_text(text), rtol=1e-5, atol=1e-5)
+    assert torch.equal(model.logit_scale, plain.logit_scale)
