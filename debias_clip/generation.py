@@ -461,14 +461,14 @@ def ask_arms(encoders, pipeline, judge, questions, places=("late", "early"), noi
             shown.setdefault((name, place), pictures[:n_shown])
     return rows, shown
 
-# %% ../nbs/26_generation.ipynb #a3bb11ff
+# %% ../nbs/26_generation.ipynb #f458da7c
 def place_costs(rows, base="early"):
     """How much more is recognised with the detail at other places than at `base`.
 
     rows: of `ask_arms`
     base: its place
 
-    Returns a DataFrame that `tables.reading` puts into words: text, arm, value, low, high (points, with 95 %
+    Returns a DataFrame that `tables.reading` puts into words: text, arm, against, value, low, high (points, 95 %
     t-intervals, paired by question, or by seed where there are several; NaN for one question), seeds, interval.
     """
     at_base = {(r["arm"], r["seed"]): r["shares"] for r in rows if r["text"] == base}
@@ -476,14 +476,14 @@ def place_costs(rows, base="early"):
     for r in rows:
         if r["text"] == base: continue
         gains.setdefault((r["text"], r["arm"]), []).append(r["shares"] - at_base[r["arm"], r["seed"]])
-    costs = [_cost(text, arm, by_seed) for (text, arm), by_seed in gains.items()]
+    costs = [_cost(text, arm, base, by_seed) for (text, arm), by_seed in gains.items()]
     return pd.DataFrame(costs).astype(dict(low=float, high=float))
 
-def _cost(text, arm, by_seed):
+def _cost(text, arm, base, by_seed):
     "One row of `place_costs`. by_seed: list of float [questions], one a seed."
     one_seed = len(by_seed) == 1
     value, low, high = seed_interval(by_seed[0] if one_seed else np.mean(by_seed, 1))
-    return dict(text=text, arm=arm, value=value, low=low, high=high, seeds=len(by_seed),
+    return dict(text=text, arm=arm, against=base, value=value, low=low, high=high, seeds=len(by_seed),
                 interval="over questions" if one_seed else "over seeds")
 
 # %% ../nbs/26_generation.ipynb #d856138d

@@ -7,8 +7,8 @@ __all__ = ['PICTURE', 'PAD', 'stretch_positions', 'text_tower', 'check_length', 
            'preprocess_settings', 'record_stretch', 'build', 'check_stretch', 'extend_positions', 'encode_texts',
            'is_own_block', 'has_hooks', 'is_plain', 'Group', 'make_group', 'Plan', 'caption_shapes', 'lead_and_skip',
            'split_by_length', 'lay_out', 'make_plan', 'to_device', 'embed', 'run_block', 'run_last_block', 'run_blocks',
-           'project', 'Shared', 'by_group', 'n_tokens', 'n_captions', 'attend', 'attend_pooled', 'attend_group',
-           'attend_group_pooled', 'pad_to_rectangle', 'behind_prefix', 'heads', 'merge_heads', 'freeze_positions']
+           'project', 'sizes', 'attend', 'attend_group', 'attend_pooled', 'attend_group_pooled', 'keys_and_values',
+           'pad_to_rectangle', 'heads', 'merge_heads', 'freeze_positions']
 
 # %% ../nbs/05_towers.ipynb #eb5c488b
 from typing import NamedTuple
@@ -176,8 +176,10 @@ def has_hooks(module):
 
 def is_plain(model):
     "Whether a text tower may be run token by token: its family ends at its mark, and its blocks are CLIP's own."
+    family = getattr(model, "family", None)   # a model from elsewhere has none
+    if family is None or not family.ends_at_mark: return False
     transformer = text_tower(model).transformer
-    if not model.family.ends_at_mark or any(map(has_hooks, transformer.modules())): return False
+    if any(map(has_hooks, transformer.modules())): return False
     return len(transformer.resblocks) > 0 and all(map(is_own_block, transformer.resblocks))
 
 # %% ../nbs/05_towers.ipynb #e6c2a1ff
@@ -319,67 +321,51 @@ def project(tower, x):
     if projection is None: return x
     return projection(x) if isinstance(projection, nn.Linear) else x @ projection
 
-# %% ../nbs/05_towers.ipynb #ae49ccae
-class Shared(NamedTuple):
-    "Keys and values of the prefix, [shared, d]."
-    k: torch.Tensor
-    v: torch.Tensor
+# %% ../nbs/05_towers.ipynb #d1de2123
+def sizes(plan): return [len(group.take) for group in plan.groups]
 
-def by_group(x, groups, count): return x.split([count(group) for group in groups])
-
-def n_tokens(group): return len(group.take)
-
-def n_captions(group): return group.n
-
-# %% ../nbs/05_towers.ipynb #7df7d686
 def attend(attn, x, plan):
     "Self-attention within the captions of a plan, with the weights of an `nn.MultiheadAttention`. x: [T, d]."
-    q, k, v = F.linear(x, attn.in_proj_weight, attn.in_proj_bias).chunk(3, -1)
-    q, k, v = (by_group(part, plan.groups, n_tokens) for part in (q, k, v))
-    shared = Shared(k[0], v[0])
-    out = [attend_group(*qkv, shared, attn.num_heads) for qkv in zip(q, k, v, plan.groups, strict=True)]
-    return attn.out_proj(torch.cat(out))
-
-# %% ../nbs/05_towers.ipynb #f4025f63
-def attend_pooled(attn, x, plan):
-    "The same for the pooled token of each caption alone: [T, d] to [captions, d]."
     d = attn.embed_dim
-    weight, bias = attn.in_proj_weight, attn.in_proj_bias
-    q = F.linear(x[plan.pooled], weight[:d], bias[:d])
-    k, v = F.linear(x, weight[d:], bias[d:]).chunk(2, -1)
-    q = by_group(q, plan.groups, n_captions)
-    k, v = by_group(k, plan.groups, n_tokens), by_group(v, plan.groups, n_tokens)
-    shared = Shared(k[0], v[0])
-    out = [attend_group_pooled(*qkv, shared, attn.num_heads) for qkv in zip(q, k, v, plan.groups, strict=True)]
+    q, kv = F.linear(x, attn.in_proj_weight, attn.in_proj_bias).split([d, 2*d], -1)
+    q, kv = q.split(sizes(plan)), kv.split(sizes(plan))
+    out = [attend_group(*part, kv[0], attn.num_heads) for part in zip(q, kv, plan.groups, strict=True)]
     return attn.out_proj(torch.cat(out))
 
-# %% ../nbs/05_towers.ipynb #100e18a0
-def attend_group(q, k, v, group, shared, n_heads):
-    "Attention within one group. q, k, v: [tokens, d], the group's own. Returns [tokens, d]."
-    q = pad_to_rectangle(q, group)                                           # [n, m, d]
-    k = behind_prefix(shared.k, pad_to_rectangle(k, group), group)           # [n, prefix + m, d]
-    v = behind_prefix(shared.v, pad_to_rectangle(v, group), group)
-    q, k, v = (heads(part, n_heads) for part in (q, k, v))
+# %% ../nbs/05_towers.ipynb #33ddfa52
+def attend_group(q, kv, group, shared, n_heads):
+    "Attention within one group. q, kv: [tokens, d], [tokens, 2d], its own; shared: [s, 2d], the prefix's. [tokens, d]."
+    q = heads(pad_to_rectangle(q, group), n_heads)                           # [n, heads, m, d/heads]
+    k, v = keys_and_values(kv, group, shared, n_heads)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, is_causal=group.mask is None)
     return F.embedding(group.take, merge_heads(out).flatten(0, 1))           # the tokens, without what was padded
 
-# %% ../nbs/05_towers.ipynb #caec4a7f
-def attend_group_pooled(q, k, v, group, shared, n_heads):
-    "The same, asked by the pooled tokens. q: [n, d]; k, v: [tokens, d], the group's own. Returns [n, d]."
-    k = behind_prefix(shared.k, pad_to_rectangle(k, group), group)           # [n, prefix + m, d]
-    v = behind_prefix(shared.v, pad_to_rectangle(v, group), group)
-    q, k, v = (heads(part, n_heads) for part in (q[:, None], k, v))
-    return merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=group.last)).flatten(0, 1)
+# %% ../nbs/05_towers.ipynb #77f3715c
+def attend_pooled(attn, x, plan):
+    "Self-attention of the pooled token of each caption: [T, d] to [captions, d]."
+    d, weight, bias = attn.embed_dim, attn.in_proj_weight, attn.in_proj_bias
+    q = F.linear(x[plan.pooled], weight[:d], bias[:d]).split([group.n for group in plan.groups])
+    kv = F.linear(x, weight[d:], bias[d:]).split(sizes(plan))
+    out = [attend_group_pooled(*part, kv[0], attn.num_heads) for part in zip(q, kv, plan.groups, strict=True)]
+    return attn.out_proj(torch.cat(out))
 
-# %% ../nbs/05_towers.ipynb #40062226
+def attend_group_pooled(q, kv, group, shared, n_heads):
+    "The same within one group. q: [n, d]; kv, shared as in `attend_group`. Returns [n, d]."
+    k, v = keys_and_values(kv, group, shared, n_heads)
+    out = F.scaled_dot_product_attention(heads(q[:, None], n_heads), k, v, attn_mask=group.last)
+    return merge_heads(out).flatten(0, 1)
+
+# %% ../nbs/05_towers.ipynb #7efe35d2
+def keys_and_values(kv, group, shared, n_heads):
+    "Keys and values of every caption of a group behind its prefix, [n, heads, prefix + m, d/heads] each."
+    prefix = shared[:group.prefix].expand(group.n, -1, -1)
+    kv = torch.cat([prefix, pad_to_rectangle(kv, group)], 1)
+    return [heads(part, n_heads) for part in kv.chunk(2, -1)]
+
 def pad_to_rectangle(x, group):
     "The tokens of a group's captions, [tokens, d], as a rectangle [n, m, d], zeros behind the shorter ones."
     d = x.shape[1]
     return x.new_zeros(group.n*group.m, d).index_copy_(0, group.take, x).view(group.n, group.m, d)
-
-def behind_prefix(shared, x, group):
-    "[n, m, d] to [n, prefix + m, d]: every caption of a group behind the shared prefix."
-    return torch.cat([shared[:group.prefix].expand(group.n, -1, -1), x], 1)
 
 def heads(x, n_heads): return x.unflatten(-1, (n_heads, -1)).transpose(1, 2)   # [n, m, d] to [n, heads, m, d/heads]
 

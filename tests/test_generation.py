@@ -256,9 +256,9 @@ def test_costs_by_hand():
         and np.isnan(cost.low["b"])
         and np.isclose(cost.high["c"] - 15, 12.706 * 5, rtol=1e-4)
     )
-    assert "not told apart" in reading(
-        cost.loc[["a"]].reset_index(), "early", column="text"
-    ) and "no interval" in reading(cost.loc[["b"]].reset_index(), "early", column="text")
+    told = reading(cost.reset_index())
+    assert "**a** against early, late" in told and "no clear difference" in told
+    assert "no interval" in reading(cost.loc[["b"]].reset_index())
 
 
 def test_a_single_question_has_no_interval():
