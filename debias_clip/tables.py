@@ -198,7 +198,7 @@ PAPER_BACKBONES = Quoted(("backbone", "arm"), {
     for arm in ("pre-trained", "Long-CLIP recipe", "DeBias recipe")
 })
 
-# %% ../nbs/30_tables.ipynb #cd160c5a
+# %% ../nbs/30_tables.ipynb #3eb62189
 def table(summary, rows, columns="direction", paper=None, digits=1):
     """A table to read.
 
@@ -214,7 +214,9 @@ def table(summary, rows, columns="direction", paper=None, digits=1):
     wide = pd.DataFrame(labels | dict(cell=cells)).pivot(index=rows, columns=columns, values="cell")
     wide.columns = [DIRECTIONS.get(name, name) for name in wide.columns]
     wide = wide.fillna("–").reset_index().astype({name: object for name in rows})
-    if paper: wide["paper, real data (quoted)"] = [paper.cells.get(tuple(r[k] for k in paper.by), "–") for r in as_rows(wide)]
+    if paper:
+        keys = [tuple(row[name] for name in paper.by) for row in as_rows(wide)]
+        wide["paper, real data (quoted)"] = [paper.cells.get(key, "–") for key in keys]
     return wide.set_index(rows)
 
 # %% ../nbs/30_tables.ipynb #a23bd48c
