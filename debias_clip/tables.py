@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COUNTS', 'DIRECTIONS', 'PAPER', 'PAPER_ABLATION', 'PAPER_DROPS', 'PAPER_BACKBONES', 'pick', 'in_order', 'as_rows',
            'summarise', 'gain_rows', 'differences', 'loss_rows', 'step_differences', 'number', 'verdict', 'basis',
-           'reading', 'bullets', 'headline', 'Quoted', 'table', 'with_counts', 'on_lines']
+           'reading', 'bullets', 'headline', 'Quoted', 'table', 'with_counts', 'as_markdown', 'on_lines']
 
 # %% ../nbs/30_tables.ipynb #c91ba2f0
 from typing import NamedTuple
@@ -229,6 +229,13 @@ def with_counts(shown, summary):
     by, names = list(shown.index.names), [name for name in ("n", *COUNTS) if name in summary]
     most = summary.groupby(by, sort=False)[names].max().dropna(axis=1).astype(int)
     return shown.join(most.rename(columns=dict(left_out="left out")), on=by)
+
+# %% ../nbs/30_tables.ipynb #b0925340
+def as_markdown(shown):
+    "A table of `table` as markdown, its row labels in the first columns."
+    frame = shown.reset_index()
+    lines = [list(frame.columns), ["---"]*frame.shape[1], *frame.values.tolist()]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 # %% ../nbs/30_tables.ipynb #8a7a5acc
 def on_lines(summary, lines, weights):
