@@ -68,11 +68,11 @@ def _check_question(q):
     if len(set(q.options)) < max(2, len(q.options)):
         raise ValueError(f"A question needs two or more different options, not {q.options}.")
 
-# %% ../nbs/29_generation.ipynb #5b9936ea
+# %% ../nbs/29_generation.ipynb #2f1f5a8d
 _PAINT = ("red", "blue", "yellow", "green")
 
 # (prompt, probe): the last sentence of a prompt holds the detail
-_PHOTOGRAPHS = (
+_FIRST = (
     ("A quiet street café on a summer morning, seen from across the road. Wicker chairs stand around three round "
      "tables under a striped awning, and a waiter in an apron carries a tray with two cups of coffee. Behind the "
      "window a cake counter is lit from inside, and a chalk board beside the door lists the dishes of the day. A "
@@ -96,7 +96,10 @@ _PHOTOGRAPHS = (
      "sells roasted chestnuts. Smoke rises from the chimneys, footprints cross the snow in all directions, and a "
      "church tower stands dark against the last light in the sky. A horse waits before a sleigh on the left. In "
      "front of the stall a child holds a big {} balloon.",
-     "a photo of a child with a {} balloon"),
+     "a photo of a child with a {} balloon"),)
+
+# %% ../nbs/29_generation.ipynb #c45e569f
+_MORE = (
     ("The kitchen of a farmhouse with a low ceiling and a stone floor. Copper pans hang above an iron stove, "
      "bunches of dried herbs are tied to the beams, and a loaf of bread has been cut on a wooden board next to a "
      "piece of cheese. Morning light comes in through a small window with a view of an orchard, and a basket of "
@@ -123,10 +126,10 @@ _PHOTOGRAPHS = (
      "a photo of a folded {} cloth on a stool"),
 )
 
-# %% ../nbs/29_generation.ipynb #8a668742
+# %% ../nbs/29_generation.ipynb #373df7b3
 def photographs(n=None) -> list[Question]:
     "The first n (None: all eight) prompts for SDXL: what a photograph could show, with a colour in the last sentence."
-    return [Question(prompt, probe, _PAINT) for prompt, probe in _PHOTOGRAPHS[:n]]
+    return [Question(prompt, probe, _PAINT) for prompt, probe in (_FIRST + _MORE)[:n]]
 
 # %% ../nbs/29_generation.ipynb #33c474c5
 def _word(table, k): return list(table)[int(k)]
