@@ -82,12 +82,12 @@ def pair_rows(model, transform, tok, records, images=None, workers=0):
     return [row for order, ranked in found.items()
             for row in rank_rows(ranked, dict(change="two sentences", order=PAIRS[order]), left_out)]
 
-# %% ../nbs/26_measures.ipynb #f6739fba
+# %% ../nbs/26_measures.ipynb #20975925
 def matrix_rows(model, transform, tok, records, places=4, shuffles=8, seed=0, images=None, workers=0):
     """Rows of `order.order_matrix` (parameters there).
 
-    Returns rows: change ("summary at", "without", "shuffled"), place (None where shuffled), order (in words; where
-    shuffled "mean", "worst" or "best" of the shuffles) and what `rank_rows` gives.
+    Returns rows: change ("summary at", "without", "shuffled"), place (None where shuffled), order (in words; of the
+    shuffles "shuffled, mean", "worst" and "best") and what `rank_rows` gives.
     """
     found, left_out = order_matrix(model, transform, tok, records, places, shuffles, seed, images, workers=workers)
     rows = []
@@ -102,7 +102,7 @@ def shuffled_rows(found, left_out):
     cut, rows = max(ranked["truncated"] for (change, _), ranked in found.items() if change == "shuffle"), []
     for direction, of in shuffle_hits(found).items():
         for order, hits in of.items():
-            labels = dict(change="shuffled", place=None, order=order, direction=direction)
+            labels = dict(change="shuffled", place=None, order=f"shuffled, {order}", direction=direction)
             rows.append(labels | mean_row(100.*hits) | dict(left_out=left_out, cut=cut))
     return rows
 

@@ -98,7 +98,7 @@ def test_a_training_waits_for_its_start_and_a_notebook_for_its_models(checkout):
 # ---- side by side
 
 def test_models_and_notebooks_run_side_by_side(checkout):
-    "What fails is named, stops no other, and nothing is built on it; the same command goes on."
+    "What fails is named, stops no other, and nothing is built on it."
     experiment(checkout, "one")
     experiment(checkout, "two", finetuning=EXPERIMENT["finetuning"] | dict(data="mine.csv", data_options={}))
     (checkout.root/"mine.csv").write_text("image,caption\n" + "".join(f"no{i}.png,A. {i}.\n" for i in range(20)))
@@ -112,9 +112,6 @@ def test_models_and_notebooks_run_side_by_side(checkout):
     assert results["three"].startswith("failed: RuntimeError: three failed in cell 2 of 3, `1/0`: ZeroDivisionError")
     assert any(re.search(rf"{bad}  failed: ImageError.*no\d+.png", line) for line in said)
     assert weights(checkout).keys() == set(models.values()) - {bad}
-    running = checkout.command("run", "demo", "--processes", "2", "--only", "one", "--only", "three")
-    out, err = running.communicate(timeout=100)
-    assert running.returncode == 1 and "failed, see above: three." in err and "one  cached" in out
 
 
 def test_ctrl_c_leaves_a_training_at_a_checkpoint(checkout):
@@ -204,7 +201,7 @@ def test_the_slurm_script_starts_torchrun_on_every_node(checkout):
     (bin/"scontrol").write_text("#!/bin/bash\necho 127.0.0.1\n")
     for file in bin.iterdir(): file.chmod(0o755)
     (checkout.root/"small.yaml").write_text(json.dumps(EXPERIMENT["finetuning"]))
-    slurm = dict(SUBMIT_DIR=str(checkout.root), JOB_NODELIST="n1", JOB_ID="7", NNODES="1", GPUS_ON_NODE="2")
+    slurm = dict(SUBMIT_DIR=str(checkout.root), JOB_NODELIST="n1", JOB_ID="7", NNODES="1", GPUS_ON_NODE="1")
     path = f"{bin}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = os.environ | {f"SLURM_{name}": value for name, value in slurm.items()} | dict(
         SLURM_CPUS_PER_TASK="2", PATH=path, PYTHONPATH=str(REPO), MODELS="here", WORKERS="0")

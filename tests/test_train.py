@@ -35,6 +35,7 @@ from training_runs import (
 )
 
 import debias_clip.train as trainer
+from debias_clip import progress, resume
 from debias_clip.captions import PIECES, Recipe, piece
 from debias_clip.config import TRAINING_VERSION, RunOptions, TrainConfig, Watch, model_key
 from debias_clip.losses import NonFiniteFeatures
@@ -79,7 +80,7 @@ def test_log_and_folder(arm, whole):
     (row,) = done.log()                                             # every 10 steps and at the end
     assert row["step"] == 9 and row["chance"] == math.log(16) and row["lr"] == lr_at(8, arm, 9)
     assert set(row) == {"step", "loss", "long", "short", "chance", "logit_scale", "lr", "images_per_s",
-                        "images_per_s_rank", "memory_gib"}
+                        "memory_gib"}
     assert abs(row["loss"] - 0.1*row["short"] - 0.9*row["long"]) < 1e-5
     left = {"config.json", "log.jsonl", "model.safetensors", "samples.jsonl", "tensorboard"}
     assert {p.name for p in done.folder.iterdir()} == left          # checkpoints and lock are gone
@@ -297,7 +298,7 @@ def mean_in_order(rank, port):
     for n in (1, 2, 3, 4, 1000, 1001):
         parts = [torch.randn(n, generator=torch.Generator().manual_seed(r))*10.0**r for r in range(3)]
         bucket = types.SimpleNamespace(buffer=lambda parts=parts: parts[rank])
-        assert torch.equal(trainer.mean_in_rank_order(None, bucket).wait(), (parts[0] + parts[1] + parts[2])/3)
+        assert torch.equal(resume.mean_in_rank_order(None, bucket).wait(), (parts[0] + parts[1] + parts[2])/3)
     dist.destroy_process_group()
 
 
@@ -377,7 +378,7 @@ def test_a_frozen_image_tower_on_two_ranks_and_after_a_kill(arm, processes, tmp_
     with pytest.raises(Killed): train(config, tmp_path/"one", EACH_STEP)
     monkeypatch.undo()
     assert (tmp_path/"one"/model_key(config)/"image-features.npy").exists()
-    monkeypatch.setattr(trainer, "encoded_pictures", refuse)              # the features are there
+    monkeypatch.setattr(trainer, "encode_images", refuse)              # the features are there
     assert distance(train(config, tmp_path/"one").weights, train(config, tmp_path/"two").weights) < 2e-6
 
 
@@ -537,8 +538,8 @@ def test_what_is_watched(watched):
     highest = max(rows, key=lambda row: row["whole t2i R@1"])
     assert (best["step"], best["value"]) == (highest["step"], highest["whole t2i R@1"])
     model, (_, transform, tok) = load_checkpoint(done.folder/"best.safetensors").eval(), done.load()
-    records = trainer.watched_records(Watch(options=dict(split="val", n=60)))
-    assert trainer.watched_recall(model, transform, tok, records)["whole t2i R@1"] == best["value"]
+    records = progress.watched_records(Watch(options=dict(split="val", n=60)))
+    assert progress.watched_recall(model, transform, tok, records)["whole t2i R@1"] == best["value"]
 
 
 def test_captions_of_one_sentence_can_be_watched(arm, tmp_path):

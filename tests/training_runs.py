@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import debias_clip.train as trainer
+from debias_clip import resume
 from debias_clip.config import RunOptions
 from debias_clip.families import model_config
 from debias_clip.resume import Stopped
@@ -94,7 +95,7 @@ def join_group(rank, world, port):
 def work(rank, world, port, config, models, options, patience, spoil):
     "One rank of a training; `spoil(rank, step)` is called before each of its steps."
     join_group(rank, world, port)
-    trainer.PATIENCE, take, done = timedelta(seconds=patience), trainer.Step.__call__, []
+    resume.PATIENCE, take, done = timedelta(seconds=patience), trainer.Step.__call__, []
     def spoilt(self, batch, step):
         if spoil: spoil(rank, len(done))
         done.append(1)
