@@ -44,7 +44,7 @@ class Arm(NamedTuple):
         backbone = {} if self.backbone is None else {"backbone": self.backbone}
         return backbone | {"arm": self.arm, "seed": self.seed}
 
-# %% ../nbs/28_arms.ipynb #3aa150c2
+# %% ../nbs/28_arms.ipynb #94ab27fd
 def by_backbone(parameters):
     "Yields (backbone's name, its finetuning, its pretraining) of an experiment; without `backbones` one, named None."
     fine, pre = parameters["finetuning"], parameters["pretraining"]
@@ -52,6 +52,7 @@ def by_backbone(parameters):
         named = fine if name is None else fine | {"backbone": name}
         yield name, named | own.get("finetuning", {}), pre and pre | own.get("pretraining", {})
 
+# %% ../nbs/28_arms.ipynb #9b6ad74e
 def arms_of(parameters, workers=None) -> list[Arm]:
     """The models of an experiment in the order in which they are asked: the first seed of all arms comes first.
 
@@ -73,12 +74,13 @@ def _arm(fields, name, backbone, seed, finetuning, pretraining, workers):
 
 def _label(backbone, name, seed): return ", ".join([*([backbone] if backbone else []), name, f"seed {seed}"])
 
-# %% ../nbs/28_arms.ipynb #59352468
+# %% ../nbs/28_arms.ipynb #1652332e
 def starts_of(config) -> list[TrainConfig]:
     "What is trained before a configuration: its start, and the start of its start before it."
     if not isinstance(config.init, TrainConfig): return []
     return [*starts_of(config.init), config.init]
 
+# %% ../nbs/28_arms.ipynb #88fcf743
 def judge_config(judge, pretraining) -> TrainConfig | None:
     "What makes the model that judges pictures: a pre-training of its own seed; None for published weights."
     if judge.get("pretrained") is not None or not pretraining: return None
@@ -113,7 +115,7 @@ def _plan_starts(plan, arm):
         shared = _label(arm.backbone, name, arm.seed)
         plan[shared if shared not in plan else _label(arm.backbone, f"{name} of {arm.arm}", arm.seed)] = start
 
-# %% ../nbs/28_arms.ipynb #7b1ee0eb
+# %% ../nbs/28_arms.ipynb #9fa03af9
 def test_records(test):
     "The `Records` of a test set. test: dict with data and, where needed, root and options, as `open_data` takes them."
     known = ["data", "root", "options"]
@@ -121,6 +123,7 @@ def test_records(test):
         if name not in known: raise ValueError(unknown("part of a test set", name, known))
     return open_data(test["data"], test.get("root"), test.get("options", {}))
 
+# %% ../nbs/28_arms.ipynb #143fe644
 def protocol_cards(tests, parameters):
     "How each test set was read by each backbone: dict name -> `retrieval.protocol_card`."
     cards = {}
@@ -132,7 +135,7 @@ def protocol_cards(tests, parameters):
             cards[label] = protocol_card(records, tok, [records.text(c) for c in records.captions])
     return cards
 
-# %% ../nbs/28_arms.ipynb #2c7937e0
+# %% ../nbs/28_arms.ipynb #733109c9
 def load_arm(arm, models):
     """Trains an arm, or finds it.
 
@@ -144,6 +147,7 @@ def load_arm(arm, models):
     model, transform, tok = trained.load() if trained else starting_model(arm.start, models, arm.options)
     return (model.to(device()), transform, tok), trained and trained.key
 
+# %% ../nbs/28_arms.ipynb #e6a8a0fe
 def _measure_arm(measure, arm, tests, models, workers):
     "(rows of one arm, its key); its model is free again when this returns."
     (model, transform, tok), key = load_arm(arm, models)

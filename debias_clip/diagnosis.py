@@ -36,7 +36,7 @@ from .similarity import added, by_length, cosines, first_and_whole, growth, slop
 from .tables import as_rows, number
 from .tokens import Tokenizer
 
-# %% ../nbs/32_diagnosis.ipynb #4317180c
+# %% ../nbs/32_diagnosis.ipynb #1385d5fe
 def sample(records, n, seed):
     """At most n records of different images.
 
@@ -49,6 +49,7 @@ def sample(records, n, seed):
     index = [rows[k] for k in sorted(drawn.tolist())]
     return index, select(records, index), len(records) - len(rows)
 
+# %% ../nbs/32_diagnosis.ipynb #fbbb1ce8
 def sample_name(records, i):
     "The name of a picture's file, and of no folder of this machine; '' for a picture in memory."
     return "" if isinstance(records.images, np.ndarray) else Path(str(records.images[i])).name
@@ -98,15 +99,19 @@ def index_part(subject, seed):
     kept = table.round(7).to_dict("list")
     return dict(index=index, place=by_place(table), sentence=by_place(table, "sentence"), falls=kept)
 
-# %% ../nbs/32_diagnosis.ipynb #a24a7273
+# %% ../nbs/32_diagnosis.ipynb #44172746
 ORDERS = ("full", "move", "remove", "first", "first2", "swap2")
 
-def long_enough(records, least): return sum(len(c) >= least for c in records.captions)
+def long_enough(records, least):
+    "How many captions have so many sentences."
+    return sum(len(caption) >= least for caption in records.captions)
 
+# %% ../nbs/32_diagnosis.ipynb #8275f171
 def are_many(records, least):
     "Whether enough captions have so many sentences that the others can be left out: two, and a third of all."
     return long_enough(records, least) >= max(2, len(records)/3)
 
+# %% ../nbs/32_diagnosis.ipynb #3bf3c0df
 def orders_part(subject):
     "(rows of recall and drops under the paper's orders, ranks, numbers of the captions scored)."
     records = subject.records
@@ -118,6 +123,7 @@ def orders_part(subject):
     scored = [i for i, caption in enumerate(records.captions) if len(caption) >= least]
     return as_rows(drops(ranks, left_out=left_out)), ranks, scored
 
+# %% ../nbs/32_diagnosis.ipynb #d82f7381
 def too_few(records, least):
     return (f"{long_enough(records, least)} of {len(records)} captions have the {least} sentences it needs: fewer than "
             "a third (or than two), and all orders would be scored on those alone")
@@ -130,7 +136,7 @@ def places_to_move(records, most=4):
 def matrix_part(subject, shuffles, seed):
     return matrix_rows(*subject.asked, places_to_move(subject.records), shuffles, seed, subject.images)
 
-# %% ../nbs/32_diagnosis.ipynb #c6c4b214
+# %% ../nbs/32_diagnosis.ipynb #38f2a115
 def copies_that_fit(tok, records, filler, most=32):
     "0, 1, 2, 4, … copies, as many as at least half of the captions of two sentences leave room for."
     lengths = [len(tok.encode(records.text(c[:2]))) for c in records.captions if len(c) > 1]
@@ -138,6 +144,7 @@ def copies_that_fit(tok, records, filler, most=32):
     powers = [2**k for k in range(20) if 2**k <= most]
     return [0, *(n for n in powers if n*len(tok.encode(filler)) <= room)]
 
+# %% ../nbs/32_diagnosis.ipynb #e0a2753c
 def push_part(subject, filler):
     "Rows of `push_rows`; None, and why, where nothing can be pushed."
     records, tok = subject.records, subject.tok
@@ -149,7 +156,7 @@ def push_part(subject, filler):
     subject.omit("early tokens", f"{why}, so there is nothing to push back")
     return None
 
-# %% ../nbs/32_diagnosis.ipynb #a27d0c07
+# %% ../nbs/32_diagnosis.ipynb #b397a5a5
 def attention_part(subject):
     "Attention by position, sentence and layer, and as a strip of the caption of middle length."
     records, tok = subject.records, subject.tok
@@ -160,6 +167,7 @@ def attention_part(subject):
     strip = token_strip(subject.model, tok, typical)
     return {name: as_rows(table) for name, table in tables.items()} | dict(strip=strip, truncated=read.truncated)
 
+# %% ../nbs/32_diagnosis.ipynb #94080344
 def similarity_part(subject):
     "Cosines with the images."
     table = cosines(*subject.asked, subject.images)
@@ -168,7 +176,7 @@ def similarity_part(subject):
     if part["slope"]["why"]: subject.omit("change for ten tokens more", part["slope"]["why"])
     return part | dict(added=subject.ask("what each sentence adds", lambda s: added(table)))
 
-# %% ../nbs/32_diagnosis.ipynb #fcfc311e
+# %% ../nbs/32_diagnosis.ipynb #7ecbdf22
 def thumbnail(image, side=160):
     "A picture as a data URI: PNG where it is tiny, else a small JPEG."
     image = Image.fromarray(image) if isinstance(image, np.ndarray) else load_image(image, side)
@@ -177,6 +185,7 @@ def thumbnail(image, side=160):
     image.save(out := io.BytesIO(), kind)
     return f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
 
+# %% ../nbs/32_diagnosis.ipynb #0a403544
 def fallen(ranks, order, n):
     "The n that lose most under an order, those found as written first: list of (number, rank before, rank after)."
     as_written = ranks["first2" if order == "swap2" else "full"]
@@ -184,7 +193,7 @@ def fallen(ranks, order, n):
     lost = [(before > 0, before - after, k) for k, (before, after) in enumerate(pairs) if after > before]
     return [(k, int(as_written["t2i"][k]), int(ranks[order]["t2i"][k])) for *_, k in sorted(lost)[:n]]
 
-# %% ../nbs/32_diagnosis.ipynb #9a70ac50
+# %% ../nbs/32_diagnosis.ipynb #195cef99
 def worst_part(subject, ranks, scored, order, n):
     """The n captions that lose most under an order: list of dicts.
 
@@ -200,12 +209,13 @@ def worst_part(subject, ranks, scored, order, n):
     return [worst_row(subject, scored[k], other, sentences) | dict(before=before + 1, after=after + 1)
             for (k, before, after), other, sentences in zip(lost, others, captions, strict=True)]
 
+# %% ../nbs/32_diagnosis.ipynb #217e9288
 def worst_row(subject, i, other, sentences):
     records, index = subject.records, subject.index
     return dict(sample=index[i], file=sample_name(records, i), image=thumbnail(records.images[i]), sentences=sentences,
                 instead=index[other], instead_file=sample_name(records, other), other=thumbnail(records.images[other]))
 
-# %% ../nbs/32_diagnosis.ipynb #95a67864
+# %% ../nbs/32_diagnosis.ipynb #8e444f4e
 def check_finite(name, index, what, features):
     "Raises ValueError where features are not finite: every part would fail in its own way."
     bad = (~features.isfinite().all(1)).nonzero().flatten().tolist()
@@ -215,13 +225,14 @@ def check_finite(name, index, what, features):
                      "so nothing can be measured. Look for NaN in its weights, and at its precision: load it in "
                      "float32, or take a checkpoint from before its training diverged.")
 
+# %% ../nbs/32_diagnosis.ipynb #43c3b0f5
 def rule(records, repeats):
     "How texts are made of captions, for the card: several independent captions an image are there as `short`, too."
     several = records.short is not None and any(len(s) > 1 for s in records.short)
     first = several and all(s[0].startswith(c[0]) for c, s in zip(records.captions, records.short, strict=True))
     return "the first caption of each image" if repeats or first else "the whole caption"
 
-# %% ../nbs/32_diagnosis.ipynb #3d8da96b
+# %% ../nbs/32_diagnosis.ipynb #41ba8711
 def note_what_is_left_out(subject, texts, repeats):
     "Omissions that no part is to blame for: repeated images, and the ends of captions that do not fit."
     if repeats:
@@ -233,6 +244,7 @@ def note_what_is_left_out(subject, texts, repeats):
         subject.omit("the end of long captions", f"{cut} of {len(texts)} captions have more than the {room} tokens "
                      f"that fit the context (the longest {max(lengths)}): no part of this report reads what follows")
 
+# %% ../nbs/32_diagnosis.ipynb #036024bf
 def protocol(subject, name, texts, rule, seed, about):
     "The lines of the protocol card."
     who = {"model": name, "backbone": getattr(subject.model, "backbone", "unknown")} | (about or {})
@@ -272,7 +284,7 @@ def diagnose(model, transform, tok, records, name="model", n=500, seed=0, shuffl
     parts = measure_parts(subject, seed, shuffles, filler, worst)
     return clean(dict(name=name, card=card) | parts | dict(omitted=subject.omitted))
 
-# %% ../nbs/32_diagnosis.ipynb #e9090698
+# %% ../nbs/32_diagnosis.ipynb #f4abb9af
 def measure_parts(subject, seed, shuffles, filler, worst):
     "All parts of a diagnosis but name, card and omissions."
     parts = index_part(subject, seed)
@@ -285,6 +297,7 @@ def measure_parts(subject, seed, shuffles, filler, worst):
     if parts["worst_order"]: parts["worst"] = worst_part(subject, ranks, scored, parts["worst_order"], worst)
     return parts
 
+# %% ../nbs/32_diagnosis.ipynb #18ef640a
 def clean(value, leave=("scores", "image_of")):
     "Plain data that JSON can hold: NaN becomes None, arrays become lists, the scores of single images go."
     if isinstance(value, dict): return {str(k): clean(v) for k, v in value.items() if k not in leave}
@@ -292,11 +305,12 @@ def clean(value, leave=("scores", "image_of")):
     if hasattr(value, "tolist"): return clean(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
-# %% ../nbs/32_diagnosis.ipynb #e4625d01
+# %% ../nbs/32_diagnosis.ipynb #4a5f152d
 def diagnosis_rows(model, transform, tok, records, workers=0, **options):
     "A diagnosis as the rows of a measure, for `arms.measure_arms`."
     return [diagnose(model, transform, tok, records, workers=workers, **options)]
 
+# %% ../nbs/32_diagnosis.ipynb #87113da7
 def diagnose_arms(parameters, tests, out, workers, preset, **options):
     """Diagnoses of all arms of an experiment, which are trained where they are missing.
 
@@ -325,18 +339,20 @@ def index_table(diagnoses):
     table.index = pd.Index([d["name"] for d in diagnoses], name="arm")
     return table.assign(omitted=[len(d["omitted"]) for d in diagnoses])
 
-# %% ../nbs/32_diagnosis.ipynb #3f6d864f
+# %% ../nbs/32_diagnosis.ipynb #0500bcda
 def interval(row, digits=2, name="value", sign=""):
     'As printed: "0.41 [0.35, 0.47]"; "–" where there is no number. name: of the number in the row.'
     if not row: return "–"
     low, high = (row.get(f"{name}_{end}", row.get(end)) for end in ("low", "high"))
     return number(row[name], low, high, digits, sign)
 
+# %% ../nbs/32_diagnosis.ipynb #fa14c06e
 def percent(value):
     "As printed, without digits, or with as many as it takes that less than 100 is not shown as 100."
     value = round(value, 6)
     return next(shown for d in range(8) if float(shown := f"{value:.{d}f}") != 100 or value == 100)
 
+# %% ../nbs/32_diagnosis.ipynb #27449791
 def verdict(diagnosis):
     "One sentence on the index of a diagnosis, as it came out."
     name, index = diagnosis["name"], diagnosis["index"]

@@ -20,7 +20,7 @@ def _values(summary, column):
     "The values of a column as they come; [None] for no column."
     return in_order(summary, column) if column else [None]
 
-# %% ../nbs/31_figures.ipynb #c1fa96de
+# %% ../nbs/31_figures.ipynb #63e087ea
 def _tidy(ax, title="", xlabel="", ylabel="", grid="both"):
     ax.set_title(title, fontsize=10)
     ax.set_xlabel(xlabel, fontsize=9)
@@ -28,6 +28,7 @@ def _tidy(ax, title="", xlabel="", ylabel="", grid="both"):
     ax.grid(axis=grid, alpha=.3)
     ax.spines[["top", "right"]].set_visible(False)
 
+# %% ../nbs/31_figures.ipynb #3cabf793
 def save(fig, out, name):
     "Saves a figure as <name>.png in run folder `out`, if one is given. Returns the figure."
     if out: fig.savefig(run_folder(out)/f"{name}.png", dpi=150)
@@ -102,7 +103,7 @@ def curves(summary, x="x", out=None, name=None, hue="arm", panels="test", style=
     _legend_below(fig, hues, styles if style else [])
     return save(fig, out, name)
 
-# %% ../nbs/31_figures.ipynb #7f9a4095
+# %% ../nbs/31_figures.ipynb #d551f52e
 def _panels(n, columns, share_y):
     "(figure, list of n axes), so many columns at most."
     across = min(columns, n)
@@ -112,6 +113,7 @@ def _panels(n, columns, share_y):
     for ax in axes.flat[n:]: ax.remove()
     return fig, list(axes.flat[:n])
 
+# %% ../nbs/31_figures.ipynb #0b066d64
 def _ticks(ax, part, x):
     "Names the ticks of a panel. Returns the texts in their order, or None where x holds numbers."
     ticks = in_order(part, x)

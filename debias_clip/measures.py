@@ -38,7 +38,7 @@ def rank_rows(ranked, labels, left_out=0, image_of=None):
         rows.append(labels | row | dict(left_out=left_out, cut=ranked.get("truncated"), scores=100.*hits, image_of=of))
     return rows
 
-# %% ../nbs/26_measures.ipynb #eb277573
+# %% ../nbs/26_measures.ipynb #c2ea6070
 def score(model, transform, tok, records, orders=("full",), short=True, workers=0):
     """Recall@1 of a model on a test set.
 
@@ -59,6 +59,7 @@ def score(model, transform, tok, records, orders=("full",), short=True, workers=
             for row in rank_rows(ranked, dict(text=TEXTS.get(order, order)), left_out)]
     return rows + short_rows(model, tok, records, images) if short and records.short is not None else rows
 
+# %% ../nbs/26_measures.ipynb #37835949
 def short_rows(model, tok, records, images):
     "Rows of `score` for the independent short captions."
     texts = [text for several in records.short for text in several]
@@ -67,13 +68,14 @@ def short_rows(model, tok, records, images):
     ranked = ranks(images, encode_captions(model, tok, texts), image_of)
     return rank_rows(ranked | dict(truncated=tok.truncated - cut), dict(text="short"), image_of=image_of)
 
-# %% ../nbs/26_measures.ipynb #512528dd
+# %% ../nbs/26_measures.ipynb #87e23015
 def push_rows(model, transform, tok, records, copies=(0, 1, 2, 4), filler="This is a photo.", images=None, workers=0):
     "Rows of `order.push_ranks` (parameters there): by ('words' or 'pads'), tokens, and what `rank_rows` gives."
     found, left_out = push_ranks(model, transform, tok, records, copies, filler, images, workers=workers)
     return [row for (by, tokens), ranked in found.items()
             for row in rank_rows(ranked, dict(by=by, tokens=tokens), left_out)]
 
+# %% ../nbs/26_measures.ipynb #083bdef5
 PAIRS = {"first2": "First 2", "swap2": "Swap 2", "first": "First only"}   # as the paper calls them
 
 def pair_rows(model, transform, tok, records, images=None, workers=0):
@@ -82,7 +84,7 @@ def pair_rows(model, transform, tok, records, images=None, workers=0):
     return [row for order, ranked in found.items()
             for row in rank_rows(ranked, dict(change="two sentences", order=PAIRS[order]), left_out)]
 
-# %% ../nbs/26_measures.ipynb #20975925
+# %% ../nbs/26_measures.ipynb #91c15db3
 def matrix_rows(model, transform, tok, records, places=4, shuffles=8, seed=0, images=None, workers=0):
     """Rows of `order.order_matrix` (parameters there).
 
@@ -97,6 +99,7 @@ def matrix_rows(model, transform, tok, records, places=4, shuffles=8, seed=0, im
         rows += rank_rows(ranked, dict(change=change, place=place, order=order), left_out)
     return rows + shuffled_rows(found, left_out) if shuffles else rows
 
+# %% ../nbs/26_measures.ipynb #cdac7bb5
 def shuffled_rows(found, left_out):
     "Rows of `matrix_rows` for the shuffles; `cut` is the most of any."
     cut, rows = max(ranked["truncated"] for (change, _), ranked in found.items() if change == "shuffle"), []
@@ -106,12 +109,13 @@ def shuffled_rows(found, left_out):
             rows.append(labels | mean_row(100.*hits) | dict(left_out=left_out, cut=cut))
     return rows
 
-# %% ../nbs/26_measures.ipynb #d457e2a1
+# %% ../nbs/26_measures.ipynb #6f27e0a8
 def mean_row(scores):
     "value, low, high, n and scores of the mean of scores (float [n])."
     value, low, high = mean_interval(scores)
     return dict(value=value, low=low, high=high, n=len(scores), scores=scores)
 
+# %% ../nbs/26_measures.ipynb #786567cb
 def order_rows(model, transform, tok, records, places=4, shuffles=8, workers=0):
     "Rows of `pair_rows` and `matrix_rows`, with every picture encoded once."
     images = encode_images(model, records, transform, workers=workers)
@@ -138,13 +142,14 @@ def attention_rows(model, transform, tok, records, layer=-1, text=None, workers=
     strip = [] if text is None else [dict(what="strip", strip=token_strip(model, tok, text, layer))]
     return [row | dict(cut=read.truncated) for row in rows] + strip
 
-# %% ../nbs/26_measures.ipynb #1ad164ea
+# %% ../nbs/26_measures.ipynb #1aa43777
 def _attention(table, what, layer):
     "Rows of weights by position or sentence."
     x = "position" if "position" in table else "sentence"
     parts = table[[x, "value", "low", "high", "n"]].rename(columns={x: "x"}).astype(object)
     return [dict(what=what, layer=layer) | row for row in parts.where(parts.notna(), None).to_dict("records")]
 
+# %% ../nbs/26_measures.ipynb #0dda4367
 def _layer(row, n):
     "Rows of one layer of `by_layer`."
     labels = dict(x=int(row["layer"]), layer=int(row["layer"]), n=n)
@@ -170,7 +175,7 @@ def similarity_rows(model, transform, tok, records, bins=4, images=None, workers
     if slope(table)["why"] is None: rows.append(dict(what="slope", x="per 10 tokens") | slope(table))
     return rows + _place_rows(table) + _omitted(table, records)
 
-# %% ../nbs/26_measures.ipynb #ad33577f
+# %% ../nbs/26_measures.ipynb #7feee978
 def _length_rows(r):
     "Rows of one group of captions of about one length."
     span = f"{r['shortest']}" if r["shortest"] == r["longest"] else f"{r['shortest']}–{r['longest']}"
@@ -181,6 +186,7 @@ def _other_mean(r, name):
     "A row with another of its means as the value."
     return r | dict(value=r[name], low=r[f"{name}_low"], high=r[f"{name}_high"], scores=None)
 
+# %% ../nbs/26_measures.ipynb #f4d0b448
 def _place_rows(table):
     "Rows by the place of a sentence; [] where no caption can tell."
     try: places = list(zip(alone(table), added(table), strict=True))
@@ -193,7 +199,7 @@ def _place_rows(table):
         if r["share"] is not None: rows.append(dict(what="share", x=x) | _other_mean(r, "share"))
     return rows
 
-# %% ../nbs/26_measures.ipynb #3fcee0d7
+# %% ../nbs/26_measures.ipynb #0ca1ae14
 def _omitted(table, records):
     "Rows of what no caption can tell."
     n, cut = len(records), int(table.cut[table.what == "whole caption"].sum())
@@ -204,6 +210,7 @@ def _omitted(table, records):
     counts = dict(value=float(n), low=None, high=None, n=n, left_out=n, cut=cut)
     return [dict(what="omitted", x=x, why=reason) | counts for x, reason in why.items() if reason]
 
+# %% ../nbs/26_measures.ipynb #8b0f2d00
 def shortsight_rows(model, transform, tok, records, seed=0, images=None, workers=0):
     """Rows of `shortsight`: what ("index", "place", "sentence"), x (place or sentence), value, low, high, n.
 

@@ -30,7 +30,7 @@ from .tables import pick
 # %% ../nbs/33_page.ipynb #15943668
 _all_ = ["diagnose", "verdict"]
 
-# %% ../nbs/33_page.ipynb #289c5f6f
+# %% ../nbs/33_page.ipynb #41aa147d
 def figure_uri(fig):
     "A figure as a data URI, the same for the same numbers."
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "debias_clip"}):
@@ -38,26 +38,30 @@ def figure_uri(fig):
     plt.close(fig)
     return f"data:image/svg+xml;base64,{base64.b64encode(out.getvalue()).decode()}"
 
+# %% ../nbs/33_page.ipynb #dd480442
 def legend_name(name):
     "A name as matplotlib shows it: it reads $ as mathematics and leaves out what begins with _."
     return name.replace("$", r"\$").lstrip("_") or "model"
 
+# %% ../nbs/33_page.ipynb #799d1656
 def part_of(diagnosis, *path):
     "The rows of a part of a diagnosis, such as 'attention', 'layer'; [] where it is missing."
     for name in path: diagnosis = diagnosis and diagnosis[name]
     return diagnosis or []
 
+# %% ../nbs/33_page.ipynb #bc3f9249
 def by_name(diagnoses, *path):
     "The rows of a part of several diagnoses that have a value, with the model's name as `arm` (DataFrame)."
     rows = [dict(arm=legend_name(d["name"])) | row for d in diagnoses for row in part_of(d, *path)]
     return pd.DataFrame([row for row in rows if row["value"] is not None])
 
-# %% ../nbs/33_page.ipynb #5ffc9185
+# %% ../nbs/33_page.ipynb #e4d49d4f
 def line_figure(frame, x, xlabel, label, **more):
     "Curves as a data URI; None where no model has any."
     fig = curves(frame, x, panels=None, xlabel=xlabel, label=label, **more)
     return fig and figure_uri(fig)
 
+# %% ../nbs/33_page.ipynb #0b29bf1b
 def line_figures(diagnoses):
     "All curves of the page: dict name -> data URI or None."
     rows, even = partial(by_name, diagnoses), dict(even=1)
@@ -109,11 +113,12 @@ def side_by_side(tables, key):
     labels = list(dict.fromkeys(label for rows in found for label in rows))
     return [{key: label, "cells": [rows.get(label) for rows in found]} for label in labels]
 
-# %% ../nbs/33_page.ipynb #b0af8f93
+# %% ../nbs/33_page.ipynb #7f215294
 def numbered(rows):
     "Rows with their number, from 1, and how many they are."
     return [row | dict(number=i, of=len(rows)) for i, row in enumerate(rows, 1)]
 
+# %% ../nbs/33_page.ipynb #ebf0aa70
 def tables_of(diagnoses):
     "All tables of the page: dict name -> lines as `side_by_side` makes them."
     def lines(key, *path, make=list, **values):
@@ -128,11 +133,12 @@ def tables_of(diagnoses):
         card=side_by_side([[dict(line=k, value=v) for k, v in d["card"].items()] for d in diagnoses], "line"),
     )
 
-# %% ../nbs/33_page.ipynb #369cf8c5
+# %% ../nbs/33_page.ipynb #28ac0736
 def span(values):
     "The least and the most of some numbers, as printed."
     return f"{min(values)}" if min(values) == max(values) else f"{min(values)} to {max(values)}"
 
+# %% ../nbs/33_page.ipynb #31c1c2d9
 def count(diagnosis, rows, least=0, cut=None, without=0):
     """What rows of a diagnosis rest on; None where there are none.
 
@@ -176,12 +182,13 @@ def all_counts(diagnoses):
         sections[section] = dict(models=[dict(name=n, count=c) for n, c in there.items()], same=same)
     return sections
 
-# %% ../nbs/33_page.ipynb #6427762a
+# %% ../nbs/33_page.ipynb #bd7ecc32
 def against_first(diagnoses):
     "What `shortsight_difference` says of each other model and the first: dict name -> its result."
     first, *others = diagnoses
     return {d["name"]: index_difference(d, first) for d in others}
 
+# %% ../nbs/33_page.ipynb #3c6cdf86
 def index_difference(diagnosis, first):
     silent = [d["name"] for d in (diagnosis, first) if not d["falls"]]
     none = dict(value=None, low=None, high=None, n=0, left_out=0)
