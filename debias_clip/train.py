@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
 from .benchmarks import open_data
-from .config import RunOptions, TrainConfig, model_key, read_config
+from .config import RunOptions, TrainConfig, Watch, model_key, read_config
 from .core import rank_and_world, write_atomically
 from .families import family_of, model_config
 from .losses import DualCaptionLoss, NonFiniteFeatures
