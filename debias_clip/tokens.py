@@ -57,28 +57,20 @@ def check_pads(n_pre, n_ids, free):
     raise ValueError(f"n_pre={n_pre[i]} of caption {i} is not between 0 and its {free[i]} free pads (it has {n_ids[i]} "
                      "word tokens); draw it up to tok.free(n_ids).")
 
-# %% ../nbs/04_tokens.ipynb #fb2ac556
+# %% ../nbs/04_tokens.ipynb #eca84cbf
 class Tokenizer(Truncation):
     """Text to token rows for one text tower, with prefix padding.
 
     `sot` (None where a row has no start mark), `eot`, `pad`: ids of the marks
     `context_length`: tokens a row; `room`: words that fit; `family`: of the tower; `words`: the family's own
-    What was cut: see `Truncation`.
     """
     def __init__(self, words, context_length: int, family: Family):
         self.words, self.context_length, self.family = words, context_length, family
         self.sot, self.eot, self.pad = words.sot, words.eot, words.pad
         self.room = context_length - 1 - (self.sot is not None)
         if self.room < 1: raise ValueError(f"context_length={context_length} leaves no room for a word.")
+        self.encode, self.encode_sentence = words, words.sentence
         self.reset()
-
-    def encode(self, text):
-        "Ids (list of int) of the words of a text, without marks; the spelling of a mark in a text is plain characters."
-        return self.words(text)
-
-    def encode_sentence(self, text):
-        "Ids of a sentence as it reads inside a longer text, for `join`. As `encode`, except for SigLIP2's tokeniser."
-        return self.words.sentence(text)
 
     def join(self, sentences):
         "Word ids of a text from its sentences' (by `encode_sentence`), as `encode(' '.join(…))` would give them."
@@ -89,11 +81,10 @@ class Tokenizer(Truncation):
         return np.maximum(self.room - np.asarray(n_ids), 0)
 
     def assemble(self, ids, n_pre=None):
-        """Word ids to rows: adds marks and pads, and cuts what does not fit.
+        """Word ids (n sequences of int) to rows, int64 [n, context_length]; what does not fit is cut.
 
-        ids: n sequences of int
         n_pre: pads before the words: None (0), an int, or n ints
-        Returns int64 [n, context_length]. Raises ValueError where a caption has fewer free pads than its `n_pre`.
+        Raises ValueError where a caption has fewer free pads than its `n_pre`.
         """
         n_ids = np.fromiter(map(len, ids), np.int64, len(ids))
         n_pre = np.zeros(len(ids), np.int64) + (0 if n_pre is None else np.asarray(n_pre, np.int64))

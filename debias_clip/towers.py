@@ -142,7 +142,7 @@ def extend_positions(model, context_length, keep=20):
     record_stretch(model, base, keep)
     return model
 
-# %% ../nbs/05_towers.ipynb #0473d6c6
+# %% ../nbs/05_towers.ipynb #13e5a4aa
 def encode_texts(model, tokens, normalize=False, read_pads=True):
     """Text features, equal to `model.encode_text`'s, with less work where the tower allows it.
 
@@ -157,13 +157,13 @@ def encode_texts(model, tokens, normalize=False, read_pads=True):
     if not len(tokens): return model.encode_text(tokens, normalize)
     if not is_plain(model):
         if read_pads: return model.encode_text(tokens, normalize)
-        raise ValueError(f"{model.backbone}: pads can be left unread only in CLIP's own causal text tower, as "
-                         "open_clip makes it.")
+        name = getattr(model, "backbone", type(model).__name__)
+        raise ValueError(f"{name}: pads can be left unread only in CLIP's own causal text tower.")
     tower, plan = text_tower(model), make_plan(tokens, read_pads)
     features = project(tower, run_blocks(tower, embed(tower, plan), plan)[plan.back])
     return F.normalize(features, dim=-1) if normalize else features
 
-# %% ../nbs/05_towers.ipynb #94dc546c
+# %% ../nbs/05_towers.ipynb #710a9a78
 def is_own_block(block):
     "Whether a block computes just what `run_block` does."
     attn = block.attn

@@ -71,7 +71,7 @@ def test_tables_put_models_side_by_side(one, siglip, flat):
     orders = {line["variant"]: line["cells"] for line in tables["orders"]}
     assert list(orders) == ["full", "move", "remove", "first", "first2", "swap2"] and orders["move"][2] is None
     assert [cell["recall"] for cell in orders["full"]] == [m["orders"][0]["recall"] for m in (one, siglip, flat)]
-    assert [line["order"] for line in tables["shuffled"]] == ["mean", "worst", "best"]
+    assert [line["order"] for line in tables["shuffled"]] == [f"shuffled, {o}" for o in ("mean", "worst", "best")]
     assert [line["number"] for line in tables["lengths"]] == [1, 2, 3, 4]
     card = {line["line"]: [cell and cell["value"] for cell in line["cells"]] for line in tables["card"]}
     assert card["images"] == [30, 25, 30]

@@ -23,7 +23,7 @@ TRANSFORM = Normalize((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
 class Reader(nn.Module):
     "Sums word vectors, weighed by position; an image is the number of a caption. `seed`: of the vectors."
 
-    family, transformer = SIGLIP, None  # rows are read as they are, by `encode_text` itself
+    family = SIGLIP  # whose rows are read as they are
 
     def __init__(self, tok, captions, weight, seed=0, noise=0.0):
         super().__init__()

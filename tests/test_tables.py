@@ -156,8 +156,8 @@ def test_tables_keep_order_and_quote_apart():
     made = rows_of({("z", 0): 40., ("Long-CLIP recipe", 0): 45., ("a", 0): 3.})
     t = table(summarise(made, ["arm", "text", "direction"]), ["arm", "text"], paper=PAPER)
     assert t.index.tolist() == [(arm, "whole caption") for arm in ("z", "Long-CLIP recipe", "a")]
-    assert t.columns.tolist() == ["text→image R@1", "paper (quoted)"]
-    assert t["paper (quoted)"].tolist() == ["–", "71.4 / 63.1 (DOCCI)", "–"]
+    assert t.columns.tolist() == ["text→image R@1", "paper, real data (quoted)"]
+    assert t["paper, real data (quoted)"].tolist() == ["–", "71.4 / 63.1 (DOCCI)", "–"]
     assert t["text→image R@1"].tolist() == ["40.0 [37.0, 43.0]", "45.0 [42.0, 48.0]", "3.0 [0.0, 6.0]"]
     json.dumps(as_rows(t), allow_nan=False)
 

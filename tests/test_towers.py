@@ -227,6 +227,14 @@ def test_a_tower_of_another_kind_encodes_as_open_clip_does(change):
     with pytest.raises(ValueError, match="unread"): encode_texts(model, text, read_pads=False)
 
 
+@torch.no_grad()
+def test_a_model_from_elsewhere_encodes_itself():
+    stock, text = open_clip.create_model("tiny-clip"), captions([30, 5], [0, 40], 77)
+    assert torch.equal(encode_texts(stock, text), stock.encode_text(text))
+    with pytest.raises(ValueError, match="CLIP: pads can be left unread only"):
+        encode_texts(stock, text, read_pads=False)
+
+
 def test_grad_checkpointing_keeps_less_and_changes_nothing():
     model = create_model("tiny-clip")
     text, kept, grads = captions([60]*8 + [20]*8, [0]*8 + list(range(5, 165, 20))), [], []
