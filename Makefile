@@ -2,9 +2,11 @@
 # works. `make check` is for every edit: a minute and a half. All make the environment in .venv first, where it is not.
 PYTHON ?= python3
 BIN := .venv/bin
-# Tests that take a moment each; the others load models, start kernels, or train.
-QUICK := $(addprefix tests/test_,$(addsuffix .py,captions sentences losses config records statistics results preset \
-  project))
+# Two files of tests at a time, and sums on one core each: most of the work is small.
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+# Tests that take a moment each; the others start kernels or train.
+QUICK := captions sentences losses config records readers store pairs tokens retrieval order statistics tables results \
+  preset project
 
 .PHONY: run check test test-slow readme
 run: .venv/installed
@@ -12,12 +14,11 @@ run: .venv/installed
 
 check: .venv/installed
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -q -m "not slow and not long" $(QUICK)
+	$(TEST) -q -m "not slow and not long" $(QUICK:%=tests/test_%.py)
 
-# Two at a time, and sums on one core each: most of the work is small.
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --n_workers 2
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	$(TEST)
 
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -m slow

@@ -251,7 +251,7 @@ def test_strip(tower, captions):
 
 @pytest.mark.parametrize("decoder", [None, decoders.Metaspace()])
 def test_sentence_pieces_are_readable(tmp_path, decoder):
-    "Words stand behind ▁, as T5's and so SigLIP's tokeniser writes them; a piece inside a word has none; a lone ▁ is a dot."
+    "Words stand behind ▁, as T5's and SigLIP's tokenisers write; a piece inside a word has none; a lone ▁ is a dot."
     raw = Raw(
         models.Unigram(
             [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁red", -1.0), ("▁brick", -1.0), ("s", -2.0), ("▁", -5.0)],
