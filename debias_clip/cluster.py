@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PATIENCE', 'Resumable', 'TrainWork', 'NotebookWork', 'Task', 'tasks_of', 'visible_gpus', 'run_tasks',
-           'run_side_by_side', 'check_share', 'submit_preset']
+           'run_side_by_side', 'submit_preset']
 
 # %% ../nbs/38_cluster.ipynb #3915be16
 import os
@@ -215,15 +215,7 @@ def run_side_by_side(preset, root=None, force: bool = False, only: Iterable[str]
         raise
     return {job.name: results[job.name] for job in jobs}
 
-# %% ../nbs/38_cluster.ipynb #e45ee65b
-def check_share(models: Iterable[PlannedModel], processes: int) -> None:
-    "Raises ValueError where a batch cannot be shared by so many processes."
-    for model in models:
-        batch = model.config.batch_size
-        if batch % processes:
-            raise ValueError(f"{model.label}: a batch_size of {batch} cannot be shared by {processes} GPUs evenly: "
-                             "ask for a number that divides it")
-
+# %% ../nbs/38_cluster.ipynb #f6f88426
 def _executor(folder: Path, cluster: str):
     "submitit's executor, which queues a job again as often as its time is up; of itself it does so three times."
     import submitit
@@ -242,7 +234,7 @@ def _after(jobs: list) -> dict[str, str]:
     if not jobs: return {}
     return {"dependency": "afterok:" + ":".join(job.job_id for job in jobs), "kill_on_invalid_dep": "yes"}
 
-# %% ../nbs/38_cluster.ipynb #f00361d4
+# %% ../nbs/38_cluster.ipynb #30c7a0d9
 def submit_preset(preset, root=None, force: bool = False, only: Iterable[str] = (), gpus: int = 4, nodes: int = 1,
                   workers: int | None = None, hours: float = 24, partition: str | None = None,
                   cluster: str = "slurm", say=say) -> dict[str, object]:
@@ -259,9 +251,8 @@ def submit_preset(preset, root=None, force: bool = False, only: Iterable[str] = 
     batch cannot be shared by so many GPUs, or there is no cluster here.
     """
     preset, _, due = due_jobs(preset, root, force, only)
-    check_ready(preset, due)
+    check_ready(preset, due, ranks=max(1, gpus)*nodes)
     models, loaders, sent = planned(due), loader_workers(workers, max(1, gpus)), {}
-    check_share(to_train(models), max(1, gpus)*nodes)
     executor = _executor(checkout_of(root)/preset.out/"models"/"cluster", cluster)
     common = dict(timeout_min=round(60*hours), cpus_per_task=loaders + 1, slurm_partition=partition)
     for task in tasks_of(due, models, loaders):

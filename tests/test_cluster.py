@@ -169,7 +169,7 @@ def test_jobs_that_wait_are_told_to_slurm(checkout, monkeypatch):
     monkeypatch.setattr(Noting, "given", [])
     with pytest.raises(ValueError, match="no sbatch here"): submit_preset("demo", checkout.root, gpus=2)
     monkeypatch.setattr(cluster.shutil, "which", lambda name: f"/usr/bin/{name}")
-    with pytest.raises(ValueError, match="start, seed 0: a batch_size of 16 cannot be shared by 3 GPUs"):
+    with pytest.raises(ValueError, match="start, seed 0: batch_size=16 cannot be shared by 3 processes"):
         submit_preset("demo", checkout.root, gpus=3)
     assert not Noting.given
     submit_preset("demo", checkout.root, gpus=2, nodes=2, workers=3, hours=12, partition="a100", say=quiet)

@@ -213,29 +213,31 @@ TINY = "backbone: scenes-clip, batch_size: 32, pca_dim: 8, context_length: 88, k
     (f"finetuning: {{data: scenes, data_options: {{spilt: train}}, {TINY}}}", "spilt"),
     (f"finetuning: {{data: mine.csv, {TINY}}}", "data mine.csv: there is no such file"),
     (f"finetuning: {{data: sharegpt4v, root: disk, {TINY}}}", "data sharegpt4v: there is no folder disk"),
-    ("tests: {t: {data: docic, root: x}}", "tests: t: there is no data set 'docic'; did you mean docci or dci"),
-    ("tests: {t: {data: docci}}", "tests: t: data docci: where does it lie"),
-    ("tests: {t: {data: docci, rot: x}}", "tests: t: `data` is needed, and `root` and `options`"),
-    ("tests: {t: {root: x}}", "tests: t: `data` is needed"),
+    ("finetuning: {data: scenes, data_options: {n: 20}, %s}" % TINY, "A, seed 0: batch_size=32 is more than the 20"),
+    ("tests: {t: {data: docic, root: x}}", "there is no data set 'docic'; did you mean docci or dci"),
+    ("tests: {t: {data: docci}}", "data docci: where does it lie"),
+    ("tests: {t: {data: docci, rot: x}}", "test t: `data` is needed, and `root` and `options`"),
+    ("tests: {t: {root: x}}", "test t: `data` is needed"),
 ])
 def test_it_stops_the_batch_before(checkout, settings, told):
     "One at a time and side by side."
-    experiment(checkout, "one")
+    experiment(checkout, "one", arms={"A": {"recipe": "debias"}})
     checkout.notebook("two")
     checkout.preset(f"experiments: [two, one]\none: {{{settings}}}\n")
     for start in (run_preset, run_side_by_side):
-        with pytest.raises(ValueError, match=f"one: .*{told}"): start("demo", checkout.root, say=quiet)
+        with pytest.raises(ValueError, match=f"- .*{told}.*"): start("demo", checkout.root, say=quiet)
     assert checkout.left() == []
 
 
 def test_everything_that_is_not_ready_is_told_at_once(checkout):
     "And the plan says it."
     experiment(checkout, "one", tests={"x": {"data": "docci", "root": "x"}, "y": {"data": "dci", "root": "y"}})
-    experiment(checkout, "two", finetuning=SMALL | dict(data="mine.csv", pca_dim=4))
+    fields = SMALL | dict(data="mine.csv", pca_dim=4)
+    experiment(checkout, "two", finetuning=fields, tests={"x": {"data": "docci", "root": "x"}})
     checkout.preset("experiments: [one, two]\n")
     preset = read_preset("demo", checkout.root)
-    told = ["one: tests: x: data docci: there is no folder x", "one: tests: y: data dci: there is no folder y",
-            "two: data mine.csv: there is no such file or folder"]
+    told = ["data docci: there is no folder x (one, two)", "data dci: there is no folder y (one)",
+            "data mine.csv: there is no such file or folder (two)"]
     assert not_ready(preset.jobs) == told
     plan = plan_text(preset, preset.jobs)
     with pytest.raises(ValueError) as e: checkout.run()
