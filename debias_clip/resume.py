@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PATIENCE', 'moments', 'put_back', 'sync', 'saved_steps', 'save_step', 'remove_others', 'damage', 'last_checkpoint',
-           'restore', 'Stopped', 'Sigterm', 'ProcessGroup', 'device', 'barrier', 'largest', 'of_first', 'parallel',
-           'mean_in_rank_order']
+           'restore', 'Stopped', 'Sigterm', 'ProcessGroup', 'device', 'barrier', 'largest', 'of_first', 'go_on',
+           'parallel', 'mean_in_rank_order']
 
 # %% ../nbs/19_resume.ipynb #f31bdcc0
 import json
@@ -54,22 +54,22 @@ def saved_steps(folder) -> list[Path]:
     "The checkpoints in a folder, oldest first."
     return sorted(p for p in Path(folder).glob("step-*") if p.suffix != ".tmp")
 
-# %% ../nbs/19_resume.ipynb #c227d46a
-def save_step(folder, model, optimizer, state: dict):
-    """Writes one checkpoint, whole or not at all; the one before it stays, others go.
+# %% ../nbs/19_resume.ipynb #f8961532
+def save_step(folder, step: int, model, optimizer, scaler):
+    """Writes the checkpoint of a step, whole or not at all; the one before it stays, others go.
 
-    folder: of the run's checkpoints
-    state: plain data, with the `step`
+    folder: of the run's checkpoints; scaler: of the loss, see `train.Step`
 
     Raises OSError, for example where the disk is full.
     """
-    final = Path(folder)/f"step-{state['step']:07d}"
+    final = Path(folder)/f"step-{step:07d}"
     for left in (*Path(folder).glob("*.tmp"), final): shutil.rmtree(left, ignore_errors=True)
     with placing(final, folder=True) as beside:
         save_checkpoint(model, beside/"model.safetensors")
         save_file(moments(model, optimizer), beside/"optimizer.safetensors")
         hashes = {file.name: file_hash(file) for file in sorted(beside.iterdir())}
-        (beside/"state.json").write_text(json.dumps(state | {"sha256": hashes}))
+        state = {"step": step, "world": rank_and_world()[1], "scaler": scaler.state_dict(), "sha256": hashes}
+        (beside/"state.json").write_text(json.dumps(state))
         for file in beside.iterdir(): sync(file)
     sync(folder)
     remove_others(folder, final)
@@ -98,12 +98,14 @@ def last_checkpoint(folder) -> Path | None:
         if wrong is None: return checkpoint
         warnings.warn(f"{checkpoint} is damaged: {wrong}. The checkpoint before it is used.", stacklevel=2)
 
-# %% ../nbs/19_resume.ipynb #396bbc24
-def restore(checkpoint: Path, model, optimizer) -> dict:
-    "Puts weights and moments of a checkpoint in place. Returns its state (dict)."
+# %% ../nbs/19_resume.ipynb #f53040dd
+def restore(checkpoint: Path, model, optimizer, scaler) -> dict:
+    "Puts a checkpoint in place. Returns its state (dict)."
+    state = json.loads((checkpoint/"state.json").read_text())
     model.load_state_dict(load_file(checkpoint/"model.safetensors"))
     put_back(load_file(checkpoint/"optimizer.safetensors"), model, optimizer)
-    return json.loads((checkpoint/"state.json").read_text())
+    if scaler.is_enabled(): scaler.load_state_dict(state["scaler"])
+    return state
 
 # %% ../nbs/19_resume.ipynb #90ea8b88
 class Stopped(Exception):
@@ -154,6 +156,20 @@ def largest(number: int) -> int:
 def of_first(number: int) -> int:
     "The first rank's whole number, 0 or more."
     return largest(number if rank_and_world()[0] == 0 else 0)
+
+# %% ../nbs/19_resume.ipynb #84bdbac0
+def go_on(folder, model, optimizer, scaler) -> int:
+    "Puts the last whole checkpoint in place, the same on all ranks. Returns the number of steps done, 0 without one."
+    rank, world = rank_and_world()
+    last = last_checkpoint(folder) if rank == 0 else None
+    done = of_first(int(last.name.removeprefix("step-")) if last else 0)
+    if not done: return 0
+    state = restore(Path(folder)/f"step-{done:07d}", model, optimizer, scaler)
+    if state["world"] != world and rank == 0:
+        warnings.warn(f"The run goes on from step {done} on {world} processes; until there it was {state['world']}. "
+                      "Batches and losses stay the same, but sums are taken in another order: the weights will not be "
+                      "bit-equal to an undisturbed run's.", stacklevel=2)
+    return done
 
 # %% ../nbs/19_resume.ipynb #7420fd52
 def parallel(towers, device):

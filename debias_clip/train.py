@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['WEIGHTS', 'FEATURES', 'AT_A_TIME', 'training_records', 'build_model', 'starting_model', 'training_pairs', 'lr_at',
            'Towers', 'half_precision', 'attention_kernels', 'step_seed', 'loss_of', 'Step', 'shortfalls',
-           'check_batch_norm', 'check_fit', 'frozen_features', 'Trained', 'fit', 'give_back', 'go_on', 'run', 'named',
-           'Alone', 'train', 'run_files', 'weights_and_biases']
+           'check_batch_norm', 'check_fit', 'frozen_features', 'Trained', 'fit', 'give_back', 'run', 'named', 'Alone',
+           'train', 'run_files', 'weights_and_biases']
 
-# %% ../nbs/21_train.ipynb #d0fd051b
+# %% ../nbs/21_train.ipynb #dd81b9a9
 import ctypes
 import gc
 import json
@@ -16,8 +16,7 @@ import math
 import os
 import shutil
 import sys
-import warnings
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
+# %% ../nbs/21_train.ipynb #f9ecf0c8
 from .benchmarks import open_data
 from .config import RunOptions, TrainConfig, Watch, model_key, read_config
 from .core import rank_and_world, write_atomically
@@ -46,11 +46,10 @@ from debias_clip.resume import (
     Stopped,
     barrier,
     device,
+    go_on,
     largest,
-    last_checkpoint,
     of_first,
     parallel,
-    restore,
     save_step,
 )
 from .retrieval import encode_images
@@ -282,7 +281,7 @@ class Trained:
             rows[row["step"]] = rows.get(row["step"], {}) | row
         return [rows[step] for step in sorted(rows)]
 
-# %% ../nbs/21_train.ipynb #afb22002
+# %% ../nbs/21_train.ipynb #27ba6fe7
 def fit(config, folder, models, options, listen):
     "Trains a resolved configuration into its folder, from the last whole checkpoint on."
     (rank, world), records = rank_and_world(), training_records(config, options)
@@ -294,10 +293,10 @@ def fit(config, folder, models, options, listen):
     if config.freeze_image:
         data.features = frozen_features(config, model, records, data.transform, folder, options)
     step = Step(config, model.train(), options, config.epochs*len(batches))
-    start = go_on(step, folder)
+    start = go_on(folder/"checkpoints", model, step.optimizer, step.scaler)
     if rank == 0: write_atomically(folder/"config.json", json.dumps(config.as_dict(), indent=1))
     if rank == 0 and start == 0: write_samples(folder/"samples.jsonl", data, next(iter(batches))[:8])
-    with Log(folder, config, step.steps, start, listen) as log:
+    with closing(Log(folder, config, step.steps, start, listen)) as log:
         watcher = Watcher(options, folder, (model, transform, tok), log)
         run(step, start, make_loader(data, batches, options.loaders), folder, options, log, watcher)
     if rank == 0:
@@ -310,26 +309,10 @@ def give_back():
     gc.collect()
     with suppress(OSError, AttributeError): ctypes.CDLL(None).malloc_trim(0)
 
-# %% ../nbs/21_train.ipynb #db73da3b
-def go_on(step: Step, folder) -> int:
-    "Puts the last whole checkpoint in place, where there is one. Returns the number of steps done."
-    rank, world = rank_and_world()
-    last = last_checkpoint(folder/"checkpoints") if rank == 0 else None
-    done = of_first(int(last.name.removeprefix("step-")) if last else 0)
-    if not done: return 0
-    state = restore(folder/"checkpoints"/f"step-{done:07d}", step.model, step.optimizer)
-    if step.scaler.is_enabled(): step.scaler.load_state_dict(state["scaler"])
-    if state["world"] != world and rank == 0:
-        warnings.warn(f"{folder.name} goes on from step {done} on {world} processes; until there it was "
-                      f"{state['world']}. Batches and losses stay the same, but sums are taken in another order: the "
-                      "weights will not be bit-equal to an undisturbed run's.", stacklevel=2)
-    return done
-
-# %% ../nbs/21_train.ipynb #d3c84955
+# %% ../nbs/21_train.ipynb #aef00291
 def run(step: Step, start, loader, folder, options, log, watcher):
     "The steps from `start` on. Raises Stopped at a checkpoint after SIGTERM; NonFiniteFeatures naming the samples."
-    rank, world = rank_and_world()
-    batches, done = loader.batch_sampler, start
+    rank, batches, done = rank_and_world()[0], loader.batch_sampler, start
     every = options.save_every or len(batches)
     with Sigterm() as sigterm:
         for epoch in range(start//len(batches), step.config.epochs):
@@ -342,8 +325,7 @@ def run(step: Step, start, loader, folder, options, log, watcher):
                 watcher(done)
                 stop = largest(sigterm.given) and done < step.steps
                 if rank == 0 and done < step.steps and (stop or done % every == 0):
-                    state = {"step": done, "world": world, "scaler": step.scaler.state_dict()}
-                    save_step(folder/"checkpoints", step.model, step.optimizer, state)
+                    save_step(folder/"checkpoints", done, step.model, step.optimizer, step.scaler)
                 if stop:
                     raise Stopped(f"{folder.name} was told to stop and ended after step {done} of {step.steps}; the "
                                   "same call or command goes on from there.")
@@ -429,8 +411,8 @@ def weights_and_biases(project, config, options) -> list:
     log = wandb.init(project=project, name=key, id=key, resume="allow", config=config.as_dict())
     return [lambda row: log.log({name: v for name, v in row.items() if name != "step"}, step=row["step"])]
 
-# %% ../nbs/21_train.ipynb #399055af
+# %% ../nbs/21_train.ipynb #c892c43e
 # In a notebook __name__ is "__main__" too, but only `python -m` gives a spec.
 if __name__ == "__main__" and globals().get("__spec__"):
-    from debias_clip.cli import main
-    main(["train", *sys.argv[1:]])
+    from debias_clip.cli import app
+    app(["train", *sys.argv[1:]])

@@ -353,7 +353,7 @@ def test_sigterm_to_one_rank_stops_all_at_the_same_step(three, undisturbed, proc
 def blind(rank, port, config, models):
     "A rank that sees no checkpoint of its own, unless it is the first."
     join_group(rank, 2, port)
-    if rank: trainer.last_checkpoint = lambda folder: None
+    if rank: resume.last_checkpoint = lambda folder: None
     train(config, models, EACH_STEP)
 
 
