@@ -7,14 +7,14 @@ __all__ = ['notebook_cells', 'has_tag', 'notebook_defaults', 'like_default', 'co
            'training_options', 'model_keys', 'Job', 'Preset', 'checkout_of', 'find_preset', 'read_preset', 'own_files',
            'figures', 'job_state']
 
-# %% ../nbs/36_preset.ipynb #02cb3d44
+# %% ../nbs/36_preset.ipynb #6b097bc5
 import ast
 import hashlib
 import json
 import math
 import os
 from collections.abc import Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -294,31 +294,24 @@ def find_preset(preset, root: Path) -> Path:
         raise ValueError(f"{folder} is outside this checkout: copy the preset into its runs/")
     return folder.resolve()
 
-# %% ../nbs/36_preset.ipynb #4c4ae783
-def _defaults(notebooks: dict[str, Path]) -> tuple[dict[str, dict], list[str]]:
-    "The parameters of each notebook with their defaults, and what is wrong with the notebooks."
-    defaults, wrong = {}, []
-    for name, file in notebooks.items():
-        try: defaults[name] = notebook_defaults(file)
-        except ValueError as e: wrong.append(f"{name}: {e}")
-    return defaults, wrong
+# %% ../nbs/36_preset.ipynb #c4dd005a
+def _known_to_any(notebooks: Iterable[Path]) -> set[str]:
+    "All parameters that one of some notebooks has."
+    names = set()
+    for file in notebooks:
+        with suppress(ValueError): names |= notebook_defaults(file).keys()   # raised again where its job is made
+    return names
 
-def _told(name: str, defaults: dict[str, dict], settings: dict) -> dict:
-    "What a preset tells one of its notebooks."
-    somewhere = set().union(*defaults.values())
-    shared = _section(settings, "parameters")
-    mine = {key: value for key, value in shared.items() if key in defaults[name] or key not in somewhere}
-    return mine | _section(settings, name)
-
-# %% ../nbs/36_preset.ipynb #bd5fc133
-def _job(name: str, notebook: Path, root: Path, out: str, defaults: dict, told: dict) -> Job:
-    "A job of a preset. Raises ValueError, a line for each setting that is wrong."
-    full, wrong = _full_settings(defaults, told, dict(out=out, preset=Path(out).name))
+def _job(name: str, notebook: Path, root: Path, out: str, settings: dict, known_to_any: set[str]) -> Job:
+    "A job of a preset with these settings. Raises ValueError, a line for each setting that is wrong."
+    defaults, shared = notebook_defaults(notebook), _section(settings, "parameters")
+    mine = {key: value for key, value in shared.items() if key in defaults or key not in known_to_any}
+    full, wrong = _full_settings(defaults, mine | _section(settings, name), dict(out=out, preset=Path(out).name))
     if wrong: raise ValueError("\n".join(wrong))
     parameters = json.loads(json.dumps(full))   # as the record will have it: tuples are lists
     return Job(name, notebook, root, out, parameters, *_hashes(notebook), *model_keys(parameters, root))
 
-# %% ../nbs/36_preset.ipynb #9850832d
+# %% ../nbs/36_preset.ipynb #0ae28234
 def read_preset(preset, root=None) -> Preset:
     """Reads a preset and checks all of it against its notebooks.
 
@@ -334,12 +327,12 @@ def read_preset(preset, root=None) -> Preset:
     notebooks = {file.stem: file for file in (root/"nbs"/"experiments").glob("[!_]*.ipynb")}
     wrong, jobs = _wrong_names(settings, notebooks), []
     listed = settings["experiments"] if isinstance(settings.get("experiments"), list) else []
-    defaults, unreadable = _defaults({str(name): notebooks[str(name)] for name in listed if str(name) in notebooks})
-    for name in defaults:
-        try: jobs.append(_job(name, notebooks[name], root, out, defaults[name], _told(name, defaults, settings)))
+    listed = {name: notebooks[name] for name in map(str, listed) if name in notebooks}
+    known_to_any = _known_to_any(listed.values())
+    for name, notebook in listed.items():
+        try: jobs.append(_job(name, notebook, root, out, settings, known_to_any))
         except ValueError as e: wrong += [f"{name}: {line}" for line in str(e).splitlines()]
-    if wrong := wrong + unreadable:
-        raise ValueError(f"{out}/params.yaml cannot be run:\n" + "\n".join(f"  - {w}" for w in wrong))
+    if wrong: raise ValueError(f"{out}/params.yaml cannot be run:\n" + "\n".join(f"  - {w}" for w in wrong))
     return Preset(folder.name, out, str(settings.get("about") or "").strip(), jobs)
 
 # %% ../nbs/36_preset.ipynb #70aee60e
