@@ -118,7 +118,6 @@ class TrainConfig(Settings):
 
     @classmethod
     def from_dict(cls, fields: dict): return cls(**{str(name): value for name, value in fields.items()})
-
     def as_dict(self) -> dict: return plain_fields(self)
     def resolved(self): return resolve(self)
 

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 # %% ../nbs/21_train.ipynb #f9ecf0c8
 from .benchmarks import open_data
-from .config import RunOptions, TrainConfig, Watch, model_key, read_config
+from .config import RunOptions, TrainConfig, model_key, read_config
 from .core import rank_and_world, write_atomically
 from .families import family_of, model_config
 from .losses import DualCaptionLoss, NonFiniteFeatures
@@ -414,5 +414,5 @@ def weights_and_biases(project, config, options) -> list:
 # %% ../nbs/21_train.ipynb #c892c43e
 # In a notebook __name__ is "__main__" too, but only `python -m` gives a spec.
 if __name__ == "__main__" and globals().get("__spec__"):
-    from debias_clip.cli import app
-    app(["train", *sys.argv[1:]])
+    from debias_clip.cli import main
+    main(["train", *sys.argv[1:]])
