@@ -245,10 +245,10 @@ def test_data_counts_by_what_it_holds(tmp_path):
 
 def test_start_weights_count_by_their_bytes(arm, starts, tmp_path):
     moved, other = tmp_path/"moved.safetensors", tmp_path/"other.safetensors"
-    shutil.copy(starts["tiny-clip"], moved)
-    shutil.copy(starts["tiny-siglip"], other)
+    shutil.copy(starts["trained-clip"], moved)
+    shutil.copy(starts["trained-siglip"], other)
     (tmp_path/"folder").mkdir()
-    shutil.copy(starts["tiny-clip"], tmp_path/"folder"/"model.safetensors")
+    shutil.copy(starts["trained-clip"], tmp_path/"folder"/"model.safetensors")
     assert model_key(arm.replace(init=moved)) == model_key(arm)
     assert len({model_key(arm), *(model_key(arm.replace(init=p)) for p in (other, tmp_path/"folder"))}) == 3
     assert arm.replace(init=moved).as_dict()["init"] == str(moved)            # the configuration still says where

@@ -166,7 +166,7 @@ def test_ranks_and_workers_hold_the_captions_once(tmp_path):
     n = 40_000
     bound = BOUND*n/PUBLISHED + 16e6                                       # what reading a list of any length leaves
     found = measured(tmp_path, n, [3], [1], lists=True)
-    in_processes = 64e6*(os.cpu_count() or 1)
+    in_processes = 80e6*(os.cpu_count() or 1)                              # libraries and the words that each keeps
     assert max(found["captions"], found["tokens"]) < bound + in_processes
     private, files = found["3 ranks, 1 workers"]
     assert private + files < bound and private < .4*bound and files > .2*BOUND*n/PUBLISHED

@@ -52,7 +52,7 @@ def weights_of(config, models): return models/model_key(config)/"model.safetenso
 def three(starts):
     "For three ranks."
     changes = dict(batch_size=24, pca_group=8, pca_dim=4, epochs=3)
-    return TrainConfig(**SMALL | changes, init=starts["tiny-clip"])
+    return TrainConfig(**SMALL | changes, init=starts["trained-clip"])
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +114,8 @@ def test_float16_is_scaled_and_resumes_to_the_same_bits(arm, tmp_path, monkeypat
 
 @pytest.fixture(scope="module")
 def siglip(starts):
-    changes = dict(backbone="tiny-siglip", data_options=dict(n=32))
-    return TrainConfig(**SMALL | changes, init=starts["tiny-siglip"])
+    changes = dict(backbone="trained-siglip", data_options=dict(n=32))
+    return TrainConfig(**SMALL | changes, init=starts["trained-siglip"])
 
 
 @pytest.fixture(scope="module")

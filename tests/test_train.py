@@ -47,7 +47,7 @@ from debias_clip.train import build_model, lr_at, run_files, starting_model, tra
 
 pytest_plugins = ["training_fixtures"]
 
-BOTH = pytest.mark.parametrize("backbone", ["tiny-clip", "tiny-siglip"])
+BOTH = pytest.mark.parametrize("backbone", ["trained-clip", "trained-siglip"])
 
 
 def of(backbone, starts, **changes):
@@ -124,7 +124,7 @@ def test_pre_training_moves_all_rows_and_comes_first(tmp_path, monkeypatch):
     assert len(seen) == 1 + 3 and {p.name for p in tmp_path.iterdir()} == {done.key, model_key(web)}
     pretrained = train(web, tmp_path).load()[0].positional_embedding
     torch.manual_seed(web.seed)
-    assert (create_model("tiny-clip", context_length=28, keep=8).positional_embedding != pretrained).any(1)[:8].all()
+    assert (create_model("trained-clip", context_length=28, keep=8).positional_embedding != pretrained).any(1)[:8].all()
     start = starting_model(config, tmp_path)[0].positional_embedding
     assert torch.equal(start[:8], pretrained[:8]) and torch.equal(start[:8], done.load()[0].positional_embedding[:8])
     train(config.replace(recipe="long_clip"), tmp_path)
@@ -180,7 +180,7 @@ def formula_data(folder):
 
 
 def formula_weights(file):
-    model = create_model("tiny-clip", context_length=28, keep=8)
+    model = create_model("trained-clip", context_length=28, keep=8)
     for p in model.parameters(): p.data = 0.1*torch.sin(torch.arange(p.numel())**1.5).view(p.shape)
     return str(save_checkpoint(model, file))
 
@@ -235,7 +235,7 @@ def test_the_loss_is_differentiated_in_float32(options, arm):
 
 def test_dropout_draws_by_step_and_rank(starts, tmp_path, monkeypatch):
     "A run that was killed draws the masks it would have drawn; each rank and step has its own."
-    config = of("tiny-dropout", starts)
+    config = of("trained-dropout", starts)
     whole = train(config, tmp_path/"whole")
     steps_seen(monkeypatch, stop=4)
     with pytest.raises(Killed): train(config, tmp_path/"broken", EACH_STEP)
@@ -360,7 +360,7 @@ def test_a_frozen_image_tower_is_run_once(backbone, starts, tmp_path, monkeypatc
 
 def test_a_frozen_image_tower_is_encoded_as_in_evaluation(starts, tmp_path, monkeypatch):
     "With drop path a tower in training mode makes other features each time."
-    config, made, frozen = of("tiny-convnext", starts, freeze_image=True, epochs=1), [], trainer.frozen_features
+    config, made, frozen = of("trained-convnext", starts, freeze_image=True, epochs=1), [], trainer.frozen_features
     monkeypatch.setattr(trainer, "frozen_features", lambda *args: made.append(frozen(*args)) or made[-1])
     train(config, tmp_path)
     model, batch = one_batch(config, 48)
@@ -385,12 +385,12 @@ def test_a_frozen_image_tower_on_two_ranks_and_after_a_kill(arm, processes, tmp_
 @pytest.mark.parametrize("options, world", [(RunOptions(micro_batch=4), 1), (RunOptions(grad_checkpointing=True), 1),
                                             (RunOptions(), 2)], ids=["parts", "twice", "ranks"])
 def test_batch_norm_sees_the_batch_whole_and_once(options, world, starts, monkeypatch):
-    config = of("tiny-resnet", starts)
+    config = of("trained-resnet", starts)
     model, *_ = build_model(config)
     trainer.check_batch_norm(model, RunOptions())
     trainer.check_batch_norm(build_model(config.replace(freeze_image=True))[0], options)
     monkeypatch.setattr(trainer, "rank_and_world", lambda: (0, world))
-    with pytest.raises(ValueError, match="tiny-resnet has BatchNorm"): trainer.check_batch_norm(model, options)
+    with pytest.raises(ValueError, match="trained-resnet has BatchNorm"): trainer.check_batch_norm(model, options)
 
 
 # Pictures
@@ -500,12 +500,12 @@ def test_one_model_is_not_trained_twice_at_once(arm, whole, tmp_path, monkeypatc
 
 def test_nan_names_step_and_samples(starts, tmp_path):
     "Weights with a NaN for one word spoil the captions that hold it, and no others."
-    (token,) = get_tokenizer("tiny-clip", 88).encode("book")
-    model = create_model("tiny-clip", starts["tiny-clip"], 28, 8)
+    (token,) = get_tokenizer("trained-clip", 88).encode("book")
+    model = create_model("trained-clip", starts["trained-clip"], 28, 8)
     with torch.no_grad(): model.token_embedding.weight[token, 0] = float("nan")
     init = save_checkpoint(model, tmp_path/"spoilt.safetensors")
     config = TrainConfig(**SMALL | dict(batch_size=9, epochs=1), init=str(init))
-    spoilt = [token in get_tokenizer("tiny-clip", 88).encode(" ".join(c)) for c in training_records(config).captions]
+    spoilt = [token in get_tokenizer("trained-clip", 88).encode(" ".join(c)) for c in training_records(config).captions]
     for seed in range(50):
         first, second, *_ = [[i for _, i in batch] for batch in GlobalBatches(48, 9, seed=seed)]
         if not any(spoilt[i] for i in first) and any(spoilt[i] for i in second): break
@@ -603,7 +603,7 @@ def test_weights_and_biases_where_it_is_asked_for(arm, tmp_path, monkeypatch):
 def test_the_module_starts_with_m_alone(monkeypatch):
     "In a notebook __name__ is __main__ too; there is no __spec__ there."
     asked = []
-    monkeypatch.setitem(sys.modules, "debias_clip.cli", types.SimpleNamespace(app=asked.append))
+    monkeypatch.setitem(sys.modules, "debias_clip.cli", types.SimpleNamespace(main=asked.append))
     monkeypatch.setattr(sys, "argv", ["train", "arm.yaml"])
     code = compile(Path(trainer.__file__).read_text(), "train", "exec")
     for name, spec in (("__main__", None), ("debias_clip.train", trainer.__spec__), ("__main__", trainer.__spec__)):

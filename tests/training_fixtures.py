@@ -13,7 +13,7 @@ from debias_clip.train import train
 def starts(tmp_path_factory):
     "Backbone -> file of random weights at pre-training's length, which is quicker than a pre-training."
     folder, files = tmp_path_factory.mktemp("starts"), {}
-    for backbone in ("tiny-clip", "tiny-siglip", "tiny-dropout", "tiny-resnet", "tiny-convnext"):
+    for backbone in ("trained-clip", "trained-siglip", "trained-dropout", "trained-resnet", "trained-convnext"):
         torch.manual_seed(0)
         model = create_model(backbone, context_length=28, keep=8)
         for name, parameter in model.named_parameters():     # convnext's blocks begin at a millionth of their output
@@ -23,7 +23,7 @@ def starts(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def arm(starts): return TrainConfig(**SMALL, init=starts["tiny-clip"])
+def arm(starts): return TrainConfig(**SMALL, init=starts["trained-clip"])
 
 
 @pytest.fixture(scope="session")

@@ -33,15 +33,15 @@ def register(name, config):
     open_clip.add_model_config(file)
 
 
-register("tiny-clip", tiny("scenes-clip"))
-register("tiny-siglip", tiny("scenes-siglip"))
-register("tiny-dropout", tiny("scenes-clip", patch_dropout=0.5))
-register("tiny-resnet", tiny("scenes-clip") | dict(vision_cfg=dict(image_size=64, layers=[1, 1, 1, 1], width=8)))
-register("tiny-convnext", tiny("scenes-clip") | dict(vision_cfg=dict(
+register("trained-clip", tiny("scenes-clip"))
+register("trained-siglip", tiny("scenes-siglip"))
+register("trained-dropout", tiny("scenes-clip", patch_dropout=0.5))
+register("trained-resnet", tiny("scenes-clip") | dict(vision_cfg=dict(image_size=64, layers=[1, 1, 1, 1], width=8)))
+register("trained-convnext", tiny("scenes-clip") | dict(vision_cfg=dict(
     image_size=48, timm_model_name="test_convnext", timm_model_pretrained=False, timm_pool="avg", timm_proj="linear",
     timm_drop_path=0.5)))
 
-SMALL = dict(data="scenes", data_options=dict(n=48), backbone="tiny-clip", context_length=88, keep=8, pca_dim=8,
+SMALL = dict(data="scenes", data_options=dict(n=48), backbone="trained-clip", context_length=88, keep=8, pca_dim=8,
              epochs=3, batch_size=16, lr=1e-3, warmup=2, precision="fp32")
 EACH_STEP = RunOptions(save_every=1)
 SECOND_STEP = RunOptions(save_every=2)
