@@ -293,10 +293,9 @@ def get_command(
 
     For pictures behind a licence it says where to ask and where to put them. A stopped or broken download goes on with
     the same command. Exit code 0: all of it is there; 1: something is missing, or was refused; 2: wrong usage."""
-    from debias_clip.benchmarks import data_set
-    from debias_clip.downloads import get_data
+    from debias_clip.downloads import files_of, get_data
     from debias_clip.runner import say
-    try: data_set(name)
+    try: files_of(name)
     except ValueError as e: wrong_usage(e)
     try: whole = get_data(name, root, captions_only, unverified, keep, say=say)
     except KeyboardInterrupt:

@@ -79,6 +79,7 @@ def test_a_stopped_download_says_how_to_go_on(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("args,code,told", [
     (["check", "nowhere.csv"], 2, "no table"), (["get", "flickr30k-1k", "--root", "f"], 1, "may not be fetched"),
+    (["get", "flickr30k", "--root", "f"], 1, "may not be fetched"),
     (["get", "docci", "--root", "f"], 1, "cannot be fetched")], ids=str)
 def test_errors_are_told_in_a_line_and_a_code(args, code, told, tmp_path, monkeypatch, capsys):
     def no_net(*args, **more): raise downloads.requests.ConnectionError("no net")
