@@ -16,8 +16,10 @@ check: .venv/installed
 	$(BIN)/ruff check .
 	$(TEST) -q -m "not slow and not long" $(QUICK:%=tests/test_%.py)
 
+# The experiments share the models of runs/smoke, and one notebook at a time may train a model.
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --n_workers 2
+	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --n_workers 2 --skip_folder_re '^experiments$$'
+	$(BIN)/nbdev_test --n_workers 1 --path nbs/experiments
 	$(TEST)
 
 test-slow: .venv/installed
