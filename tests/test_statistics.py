@@ -2,14 +2,20 @@
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from debias_clip.statistics import (
+    bootstrap_interval,
+    bootstrap_p,
+    bootstrapped_means,
+    holm,
     mean_interval,
     paired_difference,
     ratio_interval,
     recall_interval,
     resampled_sums,
     seed_interval,
+    seed_p,
     share_interval,
 )
 
@@ -104,6 +110,75 @@ def test_seed_interval(values, mean, half):
 @pytest.mark.parametrize("values", [[], [1., float("nan")]])
 def test_no_interval_of_nothing(values):
     with pytest.raises(ValueError, match="one finite number a seed"): seed_interval(values)
+
+
+# ---- many differences
+
+def slow_holm(p, alpha=.05):
+    "Which of a family are clear, by the procedure as Holm wrote it: from the smallest up, until one fails."
+    found = [False]*len(p)
+    for rank, i in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
+        if p[i] > alpha/(len(p) - rank): break
+        found[i] = True
+    return found
+
+
+def test_holm_is_the_step_down_procedure():
+    g = np.random.default_rng(0)
+    for _ in range(500):
+        p = g.random(g.integers(1, 12))**4
+        adjusted, levels = holm(p)
+        assert (adjusted <= .05).tolist() == slow_holm(p)
+        assert all((adjusted <= a).tolist() == slow_holm(p, a) for a in (.01, .2))
+        assert (np.diff(adjusted[p.argsort()]) >= 0).all() and (adjusted >= p).all() and adjusted.max() <= 1
+        assert (p <= 1 - levels + 1e-15).tolist() == (adjusted <= .05).tolist()
+
+
+def test_holm_of_a_published_example():
+    "R: p.adjust(c(0.01, 0.02, 0.03, 0.04, 0.05), 'holm'), and of the page on Holm's method: .01, .04, .03, .005."
+    np.testing.assert_allclose(holm([.01, .02, .03, .04, .05])[0], [.05, .08, .09, .09, .09])
+    np.testing.assert_allclose(holm([.01, .04, .03, .005])[0], [.03, .06, .06, .02])
+    np.testing.assert_allclose(holm([0, 0, 1])[1], [1 - .05/3, 1 - .05/3, .95])
+    assert holm([.3])[0] == .3 and holm([.3])[1] == .95 and len(holm([])[0]) == 0
+
+
+def test_p_values_over_seeds_are_the_t_tests():
+    g = np.random.default_rng(0)
+    for n in (2, 3, 5, 9):
+        values = g.normal(.5, 1, n)
+        p = seed_p(values)
+        assert p == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
+        _, low, high = seed_interval(values, 1 - p)
+        assert min(abs(low), abs(high)) < 1e-9                  # the interval at level 1 − p just reaches zero
+    assert seed_p([1.]) is None and seed_p([0., 0.]) == 1 and seed_p([2., 2.]) == 0
+
+
+def test_the_bootstrap_of_kinds_is_the_bootstrap_of_images():
+    "Compared with draws of single images: the same spread, with one text an image and with several."
+    g = np.random.default_rng(0)
+    values, of = g.integers(-1, 2, 200).astype(float), np.repeat(np.arange(50), 4)
+    for image_of in (None, of):
+        means = bootstrapped_means(values, image_of, 4000)
+        sums = resampled_sums(np.column_stack([values.reshape(-1, 4).sum(1), np.full(50, 4)]) if image_of is not None
+                              else np.column_stack([values, np.ones(200)]), 4000, 1)
+        slow = np.sort(sums[:, 0]/sums[:, 1])
+        assert len(means) == 4000 and (np.diff(means) >= 0).all()
+        np.testing.assert_allclose(np.percentile(means, [2.5, 25, 50, 75, 97.5]),
+                                   np.percentile(slow, [2.5, 25, 50, 75, 97.5]), atol=.012)
+    names = [f"{i:02d}.jpg" for i in of]
+    np.testing.assert_array_equal(bootstrapped_means(values, names, 99), bootstrapped_means(values, of, 99))
+
+
+@pytest.mark.parametrize("shift", [0, .05, .1, .2, -.15])
+def test_bootstrapped_intervals_and_p_values_agree(shift):
+    g = np.random.default_rng(3)
+    means = bootstrapped_means(g.normal(shift, 1, 300), n_boot=999)
+    p = bootstrap_p(means)
+    for level in (.5, .9, .95, .99, .995, 1 - p, 1 - p - 1e-6):
+        low, high = bootstrap_interval(means, level)
+        assert (low > 0 or high < 0) == (p <= 1 - level + 1e-12)
+    assert bootstrap_p(bootstrapped_means(np.zeros(9))) == 1
+    assert bootstrap_p(bootstrapped_means(np.ones(9), n_boot=999)) == 2/1000
 
 
 @pytest.mark.parametrize("questions, pictures", [(8, 8), (3, 3), (40, 8)])
