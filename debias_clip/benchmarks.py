@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 import ijson
 
-from . import scenes
+from . import authors, scenes
 from .core import canonical_json, unknown
 from debias_clip.readers import (
     Sample,
@@ -447,7 +447,7 @@ def warn_of_counts(records, row):
 # %% ../nbs/13_benchmarks.ipynb #1e731735
 def known_options(data) -> set[str]:
     "Names of the options with which a data set can be opened. data: a name of `DATASETS`, or anything else: a table."
-    if data == "scenes": read = [scenes.scene_records]
+    if data == "scenes": read = [authors.scene_records]
     elif data in DATASETS: read = [load_records, DATASETS[data].reader]
     else: read = [read_records]
     names = {name for function in read for name in inspect.signature(function).parameters}
@@ -487,7 +487,7 @@ def wrong_options(name, options) -> str | None:
             return f"{option} must be a share from 0 to 1, not {given!r}"
         if option == "splitter" and given not in SPLITTERS: return unknown("splitter", given, SPLITTERS)
     if name != "scenes": return None
-    try: scenes.scene_records(**world_options(options) | {"n": 1})       # one scene tells what a thousand would
+    try: authors.scene_records(**world_options(options) | {"n": 1})       # one scene tells what a thousand would
     except ValueError as e: return str(e)
 
 def world_options(options) -> dict:
@@ -516,7 +516,7 @@ def opened(data, root, options, state) -> Records:
     "`open_data`, once for equal arguments. state: of a table's file."
     options = json.loads(options)
     max_unreadable = options.pop("max_unreadable", None)
-    if data == "scenes": records = scenes.scene_records(**options)
+    if data == "scenes": records = authors.scene_records(**options)
     elif is_own(data): records = read_records(data, root=root, **options)
     else: records = load_records(data, root, **options)
     return records if max_unreadable is None else readable(records, max_unreadable)
@@ -530,7 +530,7 @@ def data_digest(data, root=None, options=None) -> dict:
     if str(data) != "scenes": return records_digest(open_data(data, root, options))
     wrong = wrong_data(data, root, options)
     if wrong: raise ValueError(wrong)
-    bound = inspect.signature(scenes.scene_records).bind(**world_options(options))
+    bound = inspect.signature(authors.scene_records).bind(**world_options(options))
     bound.apply_defaults()
     return {"scenes": scenes.SCENES_VERSION, **bound.arguments}
 

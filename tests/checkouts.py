@@ -91,7 +91,7 @@ def alive(pid):
 SMALL = dict(
     data="scenes", backbone="scenes-clip", epochs=1, batch_size=16, warmup=1, keep=8, context_length=88, lr=1e-3)
 START = {name: value for name, value in SMALL.items() if name != "backbone"} | dict(
-    data_options={"split": "web", "text": "short", "n": 20}, recipe=None, short_weight=0.0, context_length=28)
+    data_options={"split": "web", "text": "web", "n": 20}, recipe=None, short_weight=0.0, context_length=28)
 EXPERIMENT = dict(
     arms={"start": None, "DeBias": {"recipe": "debias"}}, seeds=[0], workers=0, pretraining=START,
     finetuning=SMALL | dict(pca_dim=4, data_options={"split": "train", "n": 20}),

@@ -7,7 +7,7 @@ from debias_clip.diagnosis import diagnose
 from debias_clip.models import create_model
 from debias_clip.pairs import Normalize
 from debias_clip.records import Records
-from debias_clip.scenes import scene_records
+from debias_clip.authors import scene_records
 from debias_clip.tokens import get_tokenizer
 
 TRANSFORM = Normalize((.5, .5, .5), (.25, .25, .25))

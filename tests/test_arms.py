@@ -17,7 +17,7 @@ REPO = Path(__file__).parents[1]
 TRANSFORM = Normalize((.5, .5, .5), (.25, .25, .25))
 FINE = dict(data="scenes", data_options=dict(split="train", n=16), backbone="scenes-clip", context_length=88, keep=8,
             epochs=1, batch_size=8, pca_dim=4, lr=1e-3, warmup=1)
-PRE = dict(data="scenes", data_options=dict(split="web", text="short", n=16), recipe=None, short_weight=0.,
+PRE = dict(data="scenes", data_options=dict(split="web", text="web", n=16), recipe=None, short_weight=0.,
            context_length=28, keep=8, epochs=1, batch_size=8, lr=1e-3, warmup=1)
 ONE_SENTENCE = {"short": ["drop_summary", {"draw": {"count": 1}}], "short_pads": "random_pads"}
 ARMS = {"pre-trained": None, "DeBias recipe": {"recipe": "debias"}, "one sentence": {"recipe": ONE_SENTENCE},

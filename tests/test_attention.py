@@ -22,7 +22,7 @@ from debias_clip.attention import (
 )
 from debias_clip.captions import split_sentences
 from debias_clip.models import create_model, encode_texts
-from debias_clip.scenes import scene_records
+from debias_clip.authors import scene_records
 from debias_clip.tokens import get_tokenizer
 
 @pytest.fixture(scope="module", params=["scenes-clip", "scenes-gelu", "scenes-siglip"])

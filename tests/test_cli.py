@@ -155,8 +155,8 @@ def test_eval_says_where_positions_were_stretched(own, tmp_path):
 
 def test_eval_reads_the_offline_world(own, monkeypatch):
     "Its pictures are one array; its card has a column for the short texts."
-    from debias_clip import benchmarks, scenes
-    few = scenes.scene_records("test", n=6)
+    from debias_clip import authors, benchmarks
+    few = authors.scene_records("test", n=6)
     monkeypatch.setattr(benchmarks, "open_data", lambda data, root, options: few)
     shown = invoke("eval", "--pretrained", own/"model.safetensors", "--data", "scenes")
     assert shown.exit_code == 0, shown.exception

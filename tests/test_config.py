@@ -180,7 +180,7 @@ def test_keys_stay_what_they_are(no_data):
 
 def test_the_key_survives_yaml_and_order(no_data, tmp_path):
     inner = TrainConfig(**OTHER | dict(freeze_image=False))
-    own = inner.replace(init=inner, data_options=dict(n=3, text="short"), recipe={"short": [{"draw": {"count": 2}}]})
+    own = inner.replace(init=inner, data_options=dict(n=3, text="web"), recipe={"short": [{"draw": {"count": 2}}]})
     for config in (TrainConfig(), inner, own):
         plain = config.as_dict()
         for k, fields in enumerate((plain, dict(reversed(plain.items())))):

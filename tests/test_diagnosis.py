@@ -23,7 +23,7 @@ from debias_clip.models import create_model_and_transforms
 from debias_clip.order import order_ranks
 from debias_clip.records import ImageError, Records
 from debias_clip.retrieval import encode_images
-from debias_clip.scenes import scene_records
+from debias_clip.authors import scene_records
 
 PARTS = ("index", "place", "sentence", "orders", "push", "matrix", "attention", "similarity", "worst", "falls")
 

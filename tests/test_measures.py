@@ -22,7 +22,7 @@ from debias_clip.order import order_matrix, order_ranks, push_ranks
 from debias_clip.pairs import Normalize
 from debias_clip.records import Records
 from debias_clip.results import write_metrics
-from debias_clip.scenes import scene_records
+from debias_clip.authors import scene_records
 from debias_clip.similarity import added, alone, cosines, growth
 from debias_clip.tables import as_rows, pick, summarise, table, with_counts
 from debias_clip.tokens import get_tokenizer

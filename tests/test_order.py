@@ -21,7 +21,7 @@ from debias_clip.order import (
 from debias_clip.pairs import Normalize
 from debias_clip.records import Records
 from debias_clip.retrieval import encode_captions, encode_images, ranks
-from debias_clip.scenes import scene_records
+from debias_clip.authors import scene_records
 from debias_clip.tokens import get_tokenizer
 
 TRANSFORM, FILLER = Normalize((.5, .5, .5), (.25, .25, .25)), "This is a photo."

@@ -23,7 +23,7 @@ from debias_clip.retrieval import (
     ranks,
     recall_at_k,
 )
-from debias_clip.scenes import scene_records
+from debias_clip.authors import scene_records
 from debias_clip.tokens import get_tokenizer
 
 NORMALIZE = Normalize((.5, .5, .5), (.25, .25, .25))

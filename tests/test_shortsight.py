@@ -13,7 +13,7 @@ from debias_clip.families import SIGLIP
 from debias_clip.models import create_model
 from debias_clip.pairs import Normalize
 from debias_clip.records import Records
-from debias_clip.scenes import scene_records
+from debias_clip.authors import scene_records
 from debias_clip.shortsight import by_place, exchanges, falls, shortsight, shortsight_difference
 from debias_clip.tokens import get_tokenizer
 

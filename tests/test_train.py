@@ -116,7 +116,7 @@ def test_kept_rows_stay_bit_equal(backbone, starts, tmp_path):
 
 
 def test_pre_training_moves_all_rows_and_comes_first(tmp_path, monkeypatch):
-    web = TrainConfig(**SMALL | dict(data_options=dict(split="web", text="short", n=16), context_length=28, recipe=None,
+    web = TrainConfig(**SMALL | dict(data_options=dict(split="web", text="web", n=16), context_length=28, recipe=None,
                                      short_weight=0, epochs=1, warmup=0))
     config = TrainConfig(**SMALL | dict(epochs=1), init=web)
     seen = steps_seen(monkeypatch)
@@ -543,7 +543,7 @@ def test_what_is_watched(watched):
 
 
 def test_captions_of_one_sentence_can_be_watched(arm, tmp_path):
-    watch = Watch(every=10, options=dict(split="train", text="short", n=30))
+    watch = Watch(every=10, options=dict(split="train", text="web", n=30))
     rows = train(arm.replace(epochs=1), tmp_path, RunOptions(watch=watch)).log()
     assert {name for name in rows[-1] if name.endswith("R@1")} == {"whole t2i R@1", "whole i2t R@1"}
 

@@ -34,7 +34,8 @@ from debias_clip.pairs import PairDataset
 from debias_clip.preset import code_hash
 from debias_clip.records import Records
 from debias_clip.results import device_name
-from debias_clip.scenes import draw_scenes, render, scene_records
+from debias_clip.authors import scene_records
+from debias_clip.scenes import draw_scenes, render
 from debias_clip.store import TextStore
 from debias_clip.tokens import get_tokenizer
 from debias_clip.train import Towers, attention_kernels, device
