@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SCENES_VERSION', 'SHAPES', 'COLOURS', 'SIZES', 'GROUNDS', 'PLACES', 'CELL', 'RGB', 'GROUND_RGB', 'Scenes',
-           'draw_scenes', 'render']
+           'draw_scenes', 'all_cells', 'render']
 
 # %% ../nbs/12_scenes.ipynb #b6cc16e1
 from dataclasses import dataclass
@@ -107,6 +107,20 @@ def _draw_cell(images, scenes, cell):
     window = (i, slice(top, top + CELL), slice(left, left + CELL))
     colour = RGB[scenes.colour[i, cell]][:, None, None]
     images[window] = np.where(mask[..., None], colour, images[window])
+
+# %% ../nbs/12_scenes.ipynb #32470c96
+def all_cells():
+    """Everything that a cell can show.
+
+    Returns (uint8 [4, 1 + k, cell, cell, 3]: on each ground nothing, then each object in each of its 9 places;
+    int64 [k, 3]: shape, colour and size of these objects).
+    """
+    masks = _masks().transpose(3, 0, 1, 2, 4, 5)[:, None]               # shape, colour, size, down, right, cell, cell
+    colours = RGB[:, None, None, None, None, None]
+    drawn = [np.where(masks[..., None], colours, ground).reshape(-1, CELL, CELL, 3) for ground in GROUND_RGB]
+    empty = np.broadcast_to(GROUND_RGB[:, None, None, None], (4, 1, CELL, CELL, 3))
+    kinds = np.indices((8, 8, 2, 9)).reshape(4, -1)[:3].T
+    return np.concatenate([empty, np.stack(drawn)], 1), kinds
 
 # %% ../nbs/12_scenes.ipynb #b2373367
 def render(scenes, grain=8.):
