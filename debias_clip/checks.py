@@ -25,9 +25,10 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 from tqdm import tqdm
 
-from .benchmarks import data_set, is_own, samples
+from .benchmarks import is_own, samples
 from .captions import Recipe, sample_rng
 from .core import file_hash
+from .datasets import data_set
 from .pairs import sample_texts
 from .readers import Sample, sentences_of, table_file
 from .records import ImageError, Records, in_processes, in_threads, load_image, same_name, select

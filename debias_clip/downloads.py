@@ -32,8 +32,8 @@ import requests
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from .benchmarks import DATASETS, DataSet, Source
 from .core import unknown
+from .datasets import DATASETS, DataSet, Source
 
 # %% ../nbs/16_downloads.ipynb #a554c5cf
 def files_of(name: str) -> DataSet:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from layouts import LAYOUTS, FlickrToken, ShareGpt4v, Urban1k, made_up_caption, write_lines
 from PIL import Image
 
-from debias_clip.benchmarks import DATASETS, is_own, load_records
+from debias_clip.benchmarks import is_own, load_records
 from debias_clip.captions import DEBIAS, NO_SUMMARY, RECIPES, split_sentences
 from debias_clip.checks import KINDS, check_data, show_samples
+from debias_clip.datasets import DATASETS
 from debias_clip.pairs import PairDataset
 from debias_clip.readers import read_records
 from debias_clip.records import Records, load_image
