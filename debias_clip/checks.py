@@ -26,10 +26,10 @@ from PIL import Image, UnidentifiedImageError
 from tqdm import tqdm
 
 from .benchmarks import is_own, samples
-from .captions import Recipe, sample_rng
+from .captions import Recipe
 from .core import file_hash
 from .datasets import data_set
-from .pairs import sample_texts
+from .pairs import draw_texts
 from .readers import Sample, sentences_of, table_file
 from .records import ImageError, Records, in_processes, in_threads, load_image, same_name, select
 from .store import TextStore
@@ -327,8 +327,7 @@ def show_samples(records: Records, recipe: Recipe, tokenizer: Tokenizer, n: int 
 def short_caption(records, store, recipe, seed, epoch, i) -> tuple[str, str]:
     "(text, facts) of the short caption that training draws of sample i in an epoch."
     sentences, tokenizer = records.captions[i], store.tokenizer
-    places = recipe.short_places(len(sentences), sample_rng(seed, epoch, i))          # the first that a sample draws
-    ids, pads, _, _ = sample_texts(store, recipe, seed, epoch, i)
+    places, ids, pads = draw_texts(store, recipe, seed, epoch, i)["short"]
     numbers = " ".join(str(place + 1) for place in places)
     facts = f"epoch {epoch}: sentence{'s'*(len(places) > 1)} {numbers} of {len(sentences)}"
     facts += f", {tokens_said(len(ids), tokenizer)}" + f", {pads} pads before them"*recipe.prefix_pad

@@ -28,7 +28,7 @@ from tqdm import tqdm
 # %% ../nbs/21_train.ipynb #f9ecf0c8
 from .benchmarks import open_data
 from .config import RunOptions, TrainConfig, model_key, read_config
-from .core import rank_and_world, write_atomically
+from .core import first_few, rank_and_world, write_atomically
 from .families import family_of, model_config
 from .losses import NonFiniteFeatures
 from .models import create_model_and_transforms, save_checkpoint
@@ -237,7 +237,7 @@ def named(error, done, batch, records, folder):
     "The error about features that are not finite, with the step and the samples of this rank."
     rank = rank_and_world()[0]
     samples = [records.label(int(batch["index"][row])) for row in error.rows.get(rank, [])]
-    return NonFiniteFeatures(f"step {done}: {error}. On rank {rank} these are {', '.join(samples[:10]) or 'none'}. The "
+    return NonFiniteFeatures(f"step {done}: {error}. On rank {rank} these are {first_few(samples, 10) or 'none'}. The "
                              f"last checkpoint in {folder/'checkpoints'} is untouched.", error.rows)
 
 # %% ../nbs/21_train.ipynb #05278e4d
