@@ -191,18 +191,17 @@ class GlobalBatches(torch.utils.data.Sampler):
             yield [(epoch, i) for i in order[begin:begin + share].tolist()]
 
 # %% ../nbs/15_pairs.ipynb #c307f62d
-def make_loader(dataset, sampler, workers=0, timeout=300) -> torch.utils.data.DataLoader:
+def make_loader(dataset, sampler, workers=0) -> torch.utils.data.DataLoader:
     """A DataLoader of whole batches, in memory pinned for the GPU where there is one.
 
     dataset: `PairDataset`, or another whose `__getitems__` makes a batch
     sampler: `GlobalBatches`, or another iterable of lists of keys
     workers: processes, of one thread each; none are started for pictures in memory
-    timeout: seconds without a batch after which workers are given up (one that dies is noticed at once)
 
-    Iterating raises what the dataset raises, and RuntimeError for workers that died.
+    Iterating raises what the dataset raises, and RuntimeError for workers that died, or gave no batch in 300 s.
     """
     if getattr(dataset, "in_memory", False): workers = 0
-    more = dict(timeout=timeout, persistent_workers=True, prefetch_factor=4) if workers else {}
+    more = dict(timeout=300, persistent_workers=True, prefetch_factor=4) if workers else {}
     generator = torch.Generator().manual_seed(0)              # or the loader would advance torch's own
     return torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=workers, collate_fn=as_it_is,
                                        pin_memory=torch.cuda.is_available(), generator=generator, **more)

@@ -190,16 +190,15 @@ def in_threads(work: Callable, items, threads: int = 16) -> list:
         return list(itertools.chain.from_iterable(done))
 
 # %% ../nbs/10_records.ipynb #e28b6234
-def readable(records: Records, max_share: float = 0.0, threads: int = 8) -> Records:
+def readable(records: Records, max_share: float = 0.0) -> Records:
     """The records whose image files can be decoded, after trying them all; an array of images comes back as it is.
 
     max_share: of the images, 0 to 1, that may be unreadable and are then left out, counted and named in a warning
-    threads: files read at a time
 
     Raises ValueError naming the files where they are more than allowed.
     """
     if isinstance(records.images, np.ndarray): return records
-    errors = in_threads(decode_error, records.images, threads)
+    errors = in_threads(decode_error, records.images)
     bad = [e for e in errors if e]
     if not bad: return records
     first = "; ".join(bad[:3]) + (" …" if len(bad) > 3 else "")

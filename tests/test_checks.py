@@ -43,7 +43,7 @@ def make(tmp_path, monkeypatch):
 def checked(layout, **more):
     "Writes a copy's captions and checks it."
     layout.write()
-    return check_data(layout.name, layout.home, **{"threads": 2, **more})
+    return check_data(layout.name, layout.home, **more)
 
 
 def found(report): return {kind: len(items) for kind, items in report.findings.items() if items}
@@ -274,7 +274,7 @@ def test_real_captions_and_photographs(tmp_path):
 def test_missing_pictures_are_grouped_by_folder_and_may_be_allowed(make):
     layout = make("sharegpt4v-val", 30)
     for i in (*range(0, 30, 3), 1, 2): layout.path(layout.rows[i]).unlink()
-    pattern = (r"FAULT missing images +12\n +10 in data/sam/images \(sa_0.jpg, sa_3.jpg, sa_6.jpg, …\)\n"
+    pattern = (r"FAULT missing images +12\n +10 in data/sam/images \(sa_0.jpg, sa_3.jpg, sa_6.jpg …\)\n"
                r" +1 in data/\S+ \(1.jpg\)\n +1 in data/llava/llava_pretrain \(2.jpg\)")
     summary = checked(layout).summary()
     assert re.search(pattern, summary), summary
