@@ -50,8 +50,9 @@ def dots(summary, out=None, name=None, rows="arm", panels="text", hue="test", la
     label: of the axis
     zero: whether a line marks 0
 
-    Returns the figure.
+    Returns the figure; None for an empty summary.
     """
+    if not len(summary): return None
     arms, kinds, hues = (_values(summary, column) for column in (rows, panels, hue))
     size = (2.2 + 2.3*len(kinds), .9 + .42*len(arms))
     fig, axes = plt.subplots(1, len(kinds), figsize=size, sharey=True, squeeze=False, layout="constrained")
