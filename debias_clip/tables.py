@@ -334,5 +334,8 @@ def on_lines(rows, lines, weights):
     lines: dict name -> its arms in order
     weights: dict arm -> λ_s
     """
-    return [row | dict(recipe=name, λ_s=weights[arm])
-            for name, arms in lines.items() for arm in arms for row in pick(rows, arm=arm)]
+    placed = [row | dict(recipe=name, λ_s=weights[arm])
+              for name, arms in lines.items() for arm in arms for row in pick(rows, arm=arm)]
+    swept = sorted({weights[arm] for arms in lines.values() for arm in arms})
+    return placed + [row | dict(recipe=row["arm"], λ_s=weight)
+                     for row in rows if row["seed"] is None for weight in swept]

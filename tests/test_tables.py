@@ -277,6 +277,8 @@ def test_arms_lie_on_lines():
     found = on_lines(made, lines, dict(zero=0., a=.1, b=.5))
     assert [(r["recipe"], r["λ_s"], r["value"]) for r in found] == [
         ("one", 0, 1), ("one", .1, 2), ("one", .1, 5), ("two", 0, 1), ("two", .5, 3)]
+    ideal = on_lines([row("ideal reader", None, 99.)], lines, dict(zero=0., a=.1, b=.5))
+    assert [(r["recipe"], r["λ_s"]) for r in ideal] == [("ideal reader", w) for w in (0, .1, .5)]
 
 
 def test_rows_are_picked_and_kept():
