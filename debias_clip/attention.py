@@ -50,16 +50,15 @@ def _pooled_position(tower, tokens):
                      "last token.")
 
 # %% ../nbs/25_attention.ipynb #05877393
-def _read(tower, tokens, heads):
-    "(weights of the pooled token [n, layers, …, L], text features [n, embed_dim]) of some rows, on the CPU."
+def _read(tower, tokens):
+    "(weights of the pooled token [n, layers, L], text features [n, embed_dim]) of some rows, on the CPU."
     x, mask = _embed(tower, tokens)
     rows, pooled, by_layer = torch.arange(len(tokens), device=tokens.device), _pooled_position(tower, tokens), []
     for block in tower.transformer.resblocks:
         out, weights = _attend(block.attn, block.ln_1(x), mask)
         x = x + block.ls_1(out)
         x = x + block.ls_2(block.mlp(block.ln_2(x)))
-        of_pooled = weights[rows, :, pooled]
-        by_layer.append(of_pooled if heads else of_pooled.mean(1))
+        by_layer.append(weights[rows, :, pooled].mean(1))
     x, projection = tower.ln_final(x)[rows, pooled], tower.text_projection
     if projection is not None: x = projection(x) if isinstance(projection, nn.Linear) else x @ projection
     return torch.stack(by_layer, 1).cpu(), x.float().cpu()
@@ -71,16 +70,15 @@ def _is_plain(block):
     return block.attn.in_proj_weight is not None and block.attn.bias_k is None
 
 # %% ../nbs/25_attention.ipynb #1da19138
-def pooled_attention(model, tokens, batch_size=32, heads=False):
+def pooled_attention(model, tokens, batch_size=32):
     """How much the pooled token of each caption reads of every position in every layer.
 
     model: of `models`, of any family that pools at the end mark or at the last position
     tokens: int64 [n, context_length]
     batch_size: captions at a time
-    heads: whether the heads are kept apart; else their mean
 
-    Returns (weights float32 [n, layers, context_length], or [n, layers, heads, context_length], of sum 1 over the
-    positions; features float32 [n, embed_dim], those of `model.encode_text`), on the CPU.
+    Returns (weights float32 [n, layers, context_length], the mean over heads, of sum 1 over the positions; features
+    float32 [n, embed_dim], those of `model.encode_text`), on the CPU.
     Raises ValueError for no rows, rows of another length, and text towers of other blocks or pooling.
     """
     tower = text_tower(model)
@@ -90,7 +88,7 @@ def pooled_attention(model, tokens, batch_size=32, heads=False):
         raise ValueError(f"The text tower of {getattr(model, 'backbone', 'this model')} has other blocks than CLIP's, "
                          "whose attention is not known here.")
     device = next(model.parameters()).device
-    with evaluating(model): parts = [_read(tower, rows.to(device), heads) for rows in tokens.split(batch_size)]
+    with evaluating(model): parts = [_read(tower, rows.to(device)) for rows in tokens.split(batch_size)]
     weights, features = zip(*parts, strict=True)
     return torch.cat(weights), torch.cat(features)
 

@@ -101,10 +101,9 @@ def in_bytes(n: int) -> str:
     return tqdm.format_sizeof(n, "B")
 
 # %% ../nbs/16_downloads.ipynb #353c2aae
-def bar(what: str, progress: bool, total=None, initial=0, unit="B"):
+def bar(what: str, total=None, initial=0, unit="B"):
     "A progress bar, where somebody is looking."
-    return tqdm(desc=what, total=total, initial=initial, unit=unit, unit_scale=unit == "B", leave=False,
-                disable=None if progress else True)
+    return tqdm(desc=what, total=total, initial=initial, unit=unit, unit_scale=unit == "B", leave=False, disable=None)
 
 # %% ../nbs/16_downloads.ipynb #15d9096d
 @dataclass
@@ -116,7 +115,6 @@ class Resuming:
     tries: requests that bring no new byte before it gives up
     wait: seconds before the second try, doubled each time
     timeout: seconds of silence that count as broken
-    progress: whether to show a bar where somebody is looking
 
     Called with (url, output file, pooch). Raises ConnectionError where the file cannot be had, ValueError where its
     size is another, OSError where the disk is too small. Source: RFC 9110, sections 13 and 14.
@@ -126,7 +124,6 @@ class Resuming:
     tries: int = 5
     wait: float = 1.0
     timeout: float = 60
-    progress: bool = True
 
     def __call__(self, url, output_file, pooch):
         failures, part = 0, None
@@ -157,23 +154,23 @@ def fetch_rest(url, to: Resuming) -> Path:
         part = to.path.with_name(f".{to.path.name}.{version(url, reply)}.part")
         begin = part.stat().st_size if part.exists() and total else 0
         check_room(to.path.parent, (total or to.size or 0) - begin, to.path.name)
-        if begin == 0: return append(reply, part, 0, total, to.progress)
+        if begin == 0: return append(reply, part, 0, total)
     return part if begin == total else go_on(url, to, part, begin, total)
 
 # %% ../nbs/16_downloads.ipynb #7e686f2d
 def go_on(url, to: Resuming, part, begin, total) -> Path:
     "Asks for a file from byte `begin` on. A server that does not know ranges sends all of it, and all is taken."
     with ask(url, to.timeout, {"Range": f"bytes={begin}-"}) as rest:
-        if rest.status_code != 206: return append(rest, part, 0, total, to.progress)
+        if rest.status_code != 206: return append(rest, part, 0, total)
         if rest.headers.get("Content-Range") == f"bytes {begin}-{total - 1}/{total}":
-            return append(rest, part, begin, total, to.progress)
+            return append(rest, part, begin, total)
     part.unlink()
     raise requests.ConnectionError("the server sends another part than asked for")
 
 # %% ../nbs/16_downloads.ipynb #0eb86b0c
-def append(reply, part, begin, total, progress) -> Path:
+def append(reply, part, begin, total) -> Path:
     "Writes the body of a reply to a part, from byte `begin` on."
-    with open(part, "ab" if begin else "wb") as out, bar(part.name, progress, total, begin) as shown:
+    with open(part, "ab" if begin else "wb") as out, bar(part.name, total, begin) as shown:
         for block in reply.iter_content(1 << 16):
             out.write(block)
             shown.update(len(block))
@@ -256,7 +253,7 @@ def beside(archive: Path, folder: Path) -> Path:
     return folder/f".{archive.name}.unpacking"
 
 # %% ../nbs/16_downloads.ipynb #72e96530
-def unpack(archive, folder, only=(), progress: bool = True) -> int:
+def unpack(archive, folder, only=()) -> int:
     """Unpacks a zip or tar archive (gz, bz2, xz); nothing where it is faulty, and nothing outside the folder.
 
     archive, folder: from where to where; files there already are replaced
@@ -269,7 +266,7 @@ def unpack(archive, folder, only=(), progress: bool = True) -> int:
     new = beside(archive, folder)
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
-    try: n = copy_members(archive, new, only, progress)
+    try: n = copy_members(archive, new, only)
     except BaseException as e:
         shutil.rmtree(new)
         if not isinstance(e, DAMAGED): raise
@@ -279,11 +276,11 @@ def unpack(archive, folder, only=(), progress: bool = True) -> int:
     return n
 
 # %% ../nbs/16_downloads.ipynb #cd8800c2
-def copy_members(archive, folder, only, progress) -> int:
+def copy_members(archive, folder, only) -> int:
     "Copies the wanted members of an archive into a folder."
     members = zip_members(archive) if zipfile.is_zipfile(archive) else tar_members(archive)
     n = 0
-    with bar(f"unpacking {archive.name}", progress, unit=" files") as shown:
+    with bar(f"unpacking {archive.name}", unit=" files") as shown:
         for name, kind, opened in members:
             check_member(archive, name, kind)
             if kind == "folder" or (only and not any(fnmatch(name, pattern) for pattern in only)): continue
@@ -333,16 +330,16 @@ def still_by_hand(row: DataSet, root: Path) -> str:
     return "\n".join(f"  {' or '.join(places)}: {what}" for places, what in lacking)
 
 # %% ../nbs/16_downloads.ipynb #5b2f3cf4
-def get_source(source: Source, root: Path, unverified: bool, keep_archives: bool, progress: bool, say: Callable):
+def get_source(source: Source, root: Path, unverified: bool, keep_archives: bool, say: Callable):
     "Fetches a source and unpacks it, unless that is done."
     if is_done(source, root): return say(f"  {source.place}: there already")
     file, size = root/source.place, f", {in_bytes(source.bytes)}" if source.bytes else ""
     say(f"  {source.place}{size}, from {urlsplit(source.url).netloc}")
-    if unverified: fetch(source.url, file, progress=progress)
-    else: fetch(source.url, file, source.bytes, source.digest, progress=progress)
+    if unverified: fetch(source.url, file)
+    else: fetch(source.url, file, source.bytes, source.digest)
     if source.unpack is None: return
     folder = root/source.unpack
-    n = unpack(file, folder, source.only, progress)
+    n = unpack(file, folder, source.only)
     if not any(filled(folder/path) for path in source.holds):
         raise ValueError(f"{file} was unpacked, but there is no {' or '.join(source.holds)} in {folder}: its layout is "
                          "another than known.")
@@ -351,7 +348,7 @@ def get_source(source: Source, root: Path, unverified: bool, keep_archives: bool
 
 # %% ../nbs/16_downloads.ipynb #8f8a88e3
 def get_data(name: str, root, captions_only: bool = False, unverified: bool = False, keep_archives: bool = False,
-             progress: bool = True, say: Callable = print) -> bool:
+             say: Callable = print) -> bool:
     """Fetches the open files of a data set into the layout that its reader knows; does nothing where that is done.
 
     name: of a data set or of a protocol that reads it
@@ -359,7 +356,6 @@ def get_data(name: str, root, captions_only: bool = False, unverified: bool = Fa
     captions_only: leave the pictures out
     unverified: take files whose size or checksum is another than published
     keep_archives: leave archives there when they are unpacked
-    progress: show bars
     say: what to print with
 
     Returns whether all of it is there now. Raises ValueError where it may not be fetched, and errors of `fetch` and
@@ -375,7 +371,7 @@ def get_data(name: str, root, captions_only: bool = False, unverified: bool = Fa
     check_room(root, sum(bytes_needed(source, root) for source in sources), row.home)
     try:
         with FileLock(root/".get.lock", timeout=0):
-            for source in sources: get_source(source, root, unverified, keep_archives, progress, say)
+            for source in sources: get_source(source, root, unverified, keep_archives, say)
     except Timeout:
         raise ValueError(f"{root} is being filled by another process: wait for it, or stop it.") from None
     left = "" if captions_only else still_by_hand(row, root)

@@ -72,8 +72,6 @@ class ClipWords:
 
     def sentence(self, text): return self(text)
 
-    def join(self, ids): return ids
-
     def save(self, folder): "Nothing to save: the vocabulary comes with open_clip."
 
     def readable(self, i):
@@ -104,7 +102,7 @@ class PieceWords:
     `sot` (None), `eot`, `pad`: ids of the marks.
     """
     def __init__(self, hf):
-        self.hf, self.first_words = hf, {}
+        self.hf = hf
         self.sot, self.eot, self.pad = None, hf.tokenizer.eos_token_id, hf.tokenizer.pad_token_id
         self.spaced = self.ids("a") != self.ids(" a")   # the first word of a text has tokens of its own
 
@@ -116,21 +114,12 @@ class PieceWords:
         text = self.hf.clean_fn(text)
         return self.ids(" " + text if self.spaced and text else text)
 
-    def join(self, ids):
-        if not self.spaced or not len(ids): return ids
-        end = next((k for k in range(1, len(ids)) if self.starts_word(ids[k])), len(ids))
-        word = tuple(int(i) for i in ids[:end])
-        if word not in self.first_words: self.first_words[word] = self.ids(self.hf.tokenizer.decode(word).strip())
-        return [*self.first_words[word], *ids[end:]]
-
-    def starts_word(self, i, marks="▁"): return self.hf.tokenizer.convert_ids_to_tokens(int(i)).startswith(marks)
-
     def save(self, folder): self.hf.tokenizer.save_pretrained(folder)
 
     def readable(self, i):
         "A token as text, and where a space belongs beside it: sentence pieces begin words (\"before\")."
-        space = "before" if self.starts_word(i, ("▁", "Ġ")) else ""
-        return self.hf.tokenizer.decode([int(i)]).strip(" ▁") or "·", space
+        begins_word = self.hf.tokenizer.convert_ids_to_tokens(int(i)).startswith(("▁", "Ġ"))
+        return self.hf.tokenizer.decode([int(i)]).strip(" ▁") or "·", "before" if begins_word else ""
 
 # %% ../nbs/03_families.ipynb #6f5f46a5
 def reach_hub(seconds: float = 5):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'Records', 'check_records', 'check_images', 'check_texts', 'named', 'select', 'pick', 'ImageError',
-           'load_image', 'upright', 'as_rgb', 'why_unreadable', 'why_missing', 'same_letters', 'in_threads', 'readable',
+           'load_image', 'upright', 'as_rgb', 'why_unreadable', 'why_missing', 'same_name', 'in_threads', 'readable',
            'decode_error', 'captions_digest', 'key_of', 'pictures_digest', 'relative_names', 'file_size', 'file_digest',
            'Column', 'write_samples', 'as_batch', 'in_processes', 'removing', 'made_once']
 
@@ -175,7 +175,7 @@ def why_missing(file) -> str:
     if "://" in str(file): return "; it is an address: fetch the picture and give its path"
     if "\\" in str(file) and os.sep == "/": return "; its name has backslashes: write folders with /"
     if path.is_symlink(): return "; it is a link to a file that is not there"
-    try: alike = [other.name for other in path.parent.iterdir() if same_letters(other.name, path.name)]
+    try: alike = [other.name for other in path.parent.iterdir() if same_name(other.name) == same_name(path.name)]
     except OSError: return ""
     if not alike: return ""
     differ = "in upper and lower case"
@@ -183,10 +183,9 @@ def why_missing(file) -> str:
         differ = "in how an accented letter is written (Unicode NFC or NFD)"
     return f"; {alike[0]!r} is there: the names differ {differ}"
 
-def same_letters(a: str, b: str) -> bool:
-    "Whether two names differ in case or Unicode form at most."
-    a, b = (unicodedata.normalize("NFC", name).casefold() for name in (a, b))
-    return a == b
+def same_name(name: str) -> str:
+    "What two names have in common that differ in letter case or in how accents are written."
+    return unicodedata.normalize("NFC", name).casefold()
 
 # %% ../nbs/10_records.ipynb #d07b81de
 def in_threads(work: Callable, items, threads: int = 16) -> list:

@@ -320,30 +320,29 @@ def loader_workers(workers: int | None, processes: int = 1) -> int:
     return max(0, cores()//processes - 1) if workers is None else workers
 
 # %% ../nbs/37_runner.ipynb #6bf5e82c
-def run_preset(preset, root=None, force: bool = False, only: Iterable[str] = (), dry_run: bool = False,
-               workers: int | None = None, say=say) -> dict[str, str]:
+def run_preset(preset, root=None, force: bool = False, only: Iterable[str] = (), workers: int | None = None,
+               say=say) -> dict[str, str]:
     """Runs the notebooks of a preset, in order, into its folder; those that are done are skipped.
 
     preset: name or folder
     root: the checkout (None: the one around the working folder)
     force: run also what is done
     only: names of experiments (none: all)
-    dry_run: say what would run, and run nothing
     workers: processes that load pictures (None: the machine's cores, less one)
     say: what to print with
 
-    Returns experiment -> "cached", "done" or "failed: …" (dry_run: its state). Raises ValueError before anything runs
-    where the preset, a notebook, a model's settings, data or the folder is not right.
+    Returns experiment -> "cached", "done" or "failed: …". Raises ValueError before anything runs where the preset, a
+    notebook, a model's settings, data or the folder is not right.
     """
     preset, jobs, due = due_jobs(preset, root, force, only)
-    if not dry_run: check_ready(preset, due)
+    check_ready(preset, due)
     width, results = max(len(job.name) for job in jobs), {}
     for i, job in enumerate(jobs, 1):
-        state, head = job_state(job), f"[{i}/{len(jobs)}] {job.name:{width}}  {job.key}"
-        if dry_run or job not in due:
-            results[job.name] = state if dry_run else "cached"
-            say(f"{head}  {'cached' if state == 'done' else state}")
-        else: results[job.name] = _run_and_tell(job, head, state, loader_workers(workers), say)
+        head = f"[{i}/{len(jobs)}] {job.name:{width}}  {job.key}"
+        if job in due: results[job.name] = _run_and_tell(job, head, job_state(job), loader_workers(workers), say)
+        else:
+            results[job.name] = "cached"
+            say(f"{head}  cached")
     return results
 
 # %% ../nbs/37_runner.ipynb #04865b17

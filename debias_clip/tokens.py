@@ -72,10 +72,6 @@ class Tokenizer(Truncation):
         self.encode, self.encode_sentence = words, words.sentence
         self.reset()
 
-    def join(self, sentences):
-        "Word ids of a text from its sentences' (by `encode_sentence`), as `encode(' '.join(…))` would give them."
-        return self.words.join([i for s in sentences for i in s])
-
     def free(self, n_ids):
         "Pads that trail a caption of `n_ids` word ids (an int or an array): the largest `n_pre` allowed."
         return np.maximum(self.room - np.asarray(n_ids), 0)

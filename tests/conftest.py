@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 import json
 
+import diagnosed
 import open_clip
 import pytest
 
@@ -59,3 +60,17 @@ def siglip2_pieces(tmp_path_factory):
     raw.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
     marks = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<bos>"}
     return save_tokenizer(raw, tmp_path_factory.mktemp("siglip2"), **marks)
+
+
+# What several files ask of a diagnosis
+
+@pytest.fixture(scope="session")
+def world(): return diagnosed.world()
+
+
+@pytest.fixture(scope="session")
+def one(): return diagnosed.diagnosis("one")
+
+
+@pytest.fixture(scope="session")
+def siglip(): return diagnosed.diagnosis("a SigLIP")

@@ -42,7 +42,7 @@ def make(tmp_path, monkeypatch):
 def checked(layout, **more):
     "Writes a copy's captions and checks it."
     layout.write()
-    return check_data(layout.name, layout.home, **{"progress": False, "threads": 2, **more})
+    return check_data(layout.name, layout.home, **{"threads": 2, **more})
 
 
 def found(report): return {kind: len(items) for kind, items in report.findings.items() if items}
@@ -257,7 +257,7 @@ def test_real_captions_and_photographs(tmp_path):
     rows = [{"split": row["id"].rsplit("_", 1)[0], "image_file": f"{row['id']}.jpg", "description": row["caption"]}
             for row in docci]
     write_lines(tmp_path/"docci_descriptions.jsonlines", map(json.dumps, rows))
-    report = check_data("docci", tmp_path, quick=True, progress=False)
+    report = check_data("docci", tmp_path, quick=True)
     assert report.faults == {"missing images": 5000} and report.images == 5000     # no caption repeats
     assert (np.median(report.tokens), report.tokens.max()) == (132, 567)
     assert ((report.tokens > 77).sum(), (report.tokens > 248).sum()) == (4720, 188)
@@ -266,7 +266,7 @@ def test_real_captions_and_photographs(tmp_path):
     rows = [{"image": os.path.relpath(SHARED/"coco_val"/row["image"], tmp_path), "captions": row["captions"]}
             for row in coco]
     write_lines(tmp_path/"captions.jsonl", map(json.dumps, rows))
-    report = check_data(tmp_path/"captions.jsonl", progress=False)
+    report = check_data(tmp_path/"captions.jsonl")
     assert report.faults == {} and (report.images, report.texts) == (len(coco), 5*len(coco))
 
 
@@ -287,7 +287,7 @@ def test_a_copy_is_found_from_another_folder(make, tmp_path, monkeypatch, name):
     make(name).write()
     monkeypatch.chdir(tmp_path.parent)
     assert len(load_records(name.split(" ")[0], tmp_path.name)) == 16
-    assert check_data(name.split(" ")[0], tmp_path.name, quick=True, progress=False).faults == {}
+    assert check_data(name.split(" ")[0], tmp_path.name, quick=True).faults == {}
 
 
 def test_names_are_compared_from_any_folder(make, tmp_path, monkeypatch):
@@ -295,7 +295,7 @@ def test_names_are_compared_from_any_folder(make, tmp_path, monkeypatch):
     (tmp_path/"images").rename(tmp_path/"IMAGES")
     for here, root in [(tmp_path, "."), (tmp_path.parent, tmp_path.name), (tmp_path/"IMAGES", "..")]:
         monkeypatch.chdir(here)
-        assert check_data("docci", root, progress=False).faults == {"letter case": 16}
+        assert check_data("docci", root).faults == {"letter case": 16}
 
 
 def test_names_differ_by_folders_and_accents_too(make):
@@ -315,7 +315,7 @@ def test_nothing_is_read_behind_damaged_json_but_all_before_it(make):
     layout.write()
     file = next(layout.root.glob("*.json"))
     file.write_text(file.read_text()[:-500])
-    report = check_data(layout.name, layout.home, progress=False)
+    report = check_data(layout.name, layout.home)
     assert set(report.faults) == {"counts", "records"} and 10 < report.images < 16
     assert "cut short behind record" in str(report.findings["records"])
 
@@ -330,9 +330,9 @@ def test_a_copy_without_its_captions_is_a_fault(make, name, lost):
     layout.write()
     (layout.root/lost).rename(layout.root/"elsewhere")
     if name == "own csv":
-        with pytest.raises(ValueError, match="has neither captions.csv"): check_data(layout.name, progress=False)
+        with pytest.raises(ValueError, match="has neither captions.csv"): check_data(layout.name)
         return
-    report = check_data(layout.name, layout.home, progress=False)
+    report = check_data(layout.name, layout.home)
     assert report.faults["records"] >= 1 and "No faults" not in report.summary()
 
 
@@ -346,7 +346,7 @@ def test_faults_of_cocos_file(make):
     content["annotations"].append({"id": 1, "image_id": 99, "caption": "Nowhere."})
     content["images"].append({"id": 3, "file_name": "again.jpg"})
     file.write_text(json.dumps(content))
-    report = check_data(layout.name, layout.home, progress=False)
+    report = check_data(layout.name, layout.home)
     assert report.faults == {"counts": 1, "records": 2, "empty captions": 1} and "image 0" in report.summary()
 
 
@@ -355,11 +355,11 @@ def test_faults_of_ones_own_table(make):
     rows = ["image,caption", 'pictures/deep/0.png,A "red" box.', "pictures/deep/1.png", "pictures/deep/2.png,x, y",
             ",Blue.", b"pictures/deep/3.png,\xe9", "pictures/deep/4.png, "]
     write_lines(layout.root/"captions.csv", rows)
-    report = check_data(layout.root, progress=False)
+    report = check_data(layout.root)
     assert report.faults == {"records": 4, "empty captions": 1}, report.summary()
     assert "no UTF-8" in str(report.findings) and report.images == 2
     write_lines(layout.root/"captions.csv", ["picture,text", "a.jpg,b"])
-    assert check_data(layout.root, progress=False).faults["records"] >= 1
+    assert check_data(layout.root).faults["records"] >= 1
 
 
 @pytest.mark.parametrize("args,told", [
@@ -412,5 +412,5 @@ def test_the_training_part_is_checked(tmp_path, monkeypatch):
     held_out = [replace(layout.rows[0], texts=[f"Held out {i}."]) for i in range(1_000)]
     layout.rows = held_out + layout.rows
     layout.write()
-    report = check_data("sharegpt4v", tmp_path, progress=False)
+    report = check_data("sharegpt4v", tmp_path)
     assert report.faults == {} and report.images == 3 and list(report.findings) == list(KINDS)

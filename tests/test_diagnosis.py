@@ -31,18 +31,6 @@ PARTS = ("index", "place", "sentence", "orders", "push", "matrix", "attention", 
 def reasons(diagnosis): return {o["what"]: o["why"] for o in diagnosis["omitted"]}
 
 
-@pytest.fixture(scope="module")
-def world(): return diagnosed.world()
-
-
-@pytest.fixture(scope="module")
-def one(): return diagnosed.diagnosis("one")
-
-
-@pytest.fixture(scope="module")
-def siglip(): return diagnosed.diagnosis("a SigLIP")
-
-
 def saved(world, folder, n, repeats=1):
     "Files of the first n pictures, each named so many times."
     files = []

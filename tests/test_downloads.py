@@ -102,7 +102,7 @@ def no_room(monkeypatch):
 
 
 def get(server, folder, path="/a.bin", **more):
-    fetch(server.url + path, folder/"a.bin", **{"wait": 0, "progress": False, **more})
+    fetch(server.url + path, folder/"a.bin", **{"wait": 0, **more})
 
 
 def get_broken(server, folder):
@@ -281,14 +281,14 @@ KINDS = [(a_zip, "x.zip"), (a_tar, "x.tar.gz"), (partial(a_tar, mode="w:xz"), "x
 @pytest.mark.parametrize("make,name", KINDS)
 def test_an_archive_lands_in_its_folder(tmp_path, make, name):
     archive, to = make(tmp_path/name, "image/1.jpg", "caption/1.txt", "image/2.jpg"), tmp_path/"to"
-    assert unpack(archive, to, progress=False) == 3
+    assert unpack(archive, to) == 3
     assert left(to) == ["caption/1.txt", "image/1.jpg", "image/2.jpg"]
     (to/"image/1.jpg").write_bytes(b"older")
     (to/"image/mine.jpg").touch()
-    assert unpack(archive, to, only=("image/*",), progress=False) == 2
+    assert unpack(archive, to, only=("image/*",)) == 2
     assert (to/"image/1.jpg").read_bytes() == b"content of it" and (to/"image/mine.jpg").exists()
     with pytest.raises(ValueError, match="holds nothing like video"):
-        unpack(archive, to, only=("video/*",), progress=False)
+        unpack(archive, to, only=("video/*",))
 
 
 BAD_NAMES = ["../x.jpg", "a/../../x.jpg", "/x.jpg", "..", "C:/x.jpg", "C:\\x.jpg", "a\\..\\..\\x.jpg", "\\x.jpg"]
@@ -307,7 +307,7 @@ def id_of(value):
 def test_an_archive_that_leads_elsewhere_is_refused_whole(tmp_path, make, bad):
     archive = make(tmp_path/"archive", "image/1.jpg", bad, "image/2.jpg")
     with pytest.raises(ValueError, match="is refused: its member .*Nothing was unpacked"):
-        unpack(archive, tmp_path/"in/to", progress=False)
+        unpack(archive, tmp_path/"in/to")
     assert left(tmp_path) == ["archive"]
 
 
@@ -323,7 +323,7 @@ def test_a_damaged_archive_leaves_nothing(tmp_path, make, name):
     archive = make(tmp_path/name, *[f"image/{i}.jpg" for i in range(50)])
     for raw in damage(archive.read_bytes(), name):
         archive.write_bytes(raw)
-        with pytest.raises(ValueError, match=f"{name} is damaged"): unpack(archive, tmp_path/"to", progress=False)
+        with pytest.raises(ValueError, match=f"{name} is damaged"): unpack(archive, tmp_path/"to")
         assert left(tmp_path/"to") == []
 
 
@@ -331,7 +331,7 @@ def test_a_locked_zip_is_refused(tmp_path):
     raw = bytearray(a_zip(tmp_path/"x.zip", "a.txt").read_bytes())
     for mark, at in ((b"PK\1\2", 8), (b"PK\3\4", 6)): raw[raw.index(mark) + at] |= 1
     (tmp_path/"x.zip").write_bytes(raw)
-    with pytest.raises(ValueError, match="encrypted"): unpack(tmp_path/"x.zip", tmp_path/"to", progress=False)
+    with pytest.raises(ValueError, match="encrypted"): unpack(tmp_path/"x.zip", tmp_path/"to")
 
 
 @pytest.mark.parametrize("make,name", KINDS[:2])
@@ -344,12 +344,12 @@ def test_interrupted_unpacking_leaves_nothing_that_looks_whole(tmp_path, monkeyp
 
     with monkeypatch.context() as patched:
         patched.setattr(downloads.tqdm, "update", stop)
-        with pytest.raises(KeyboardInterrupt): unpack(archive, to, progress=False)
+        with pytest.raises(KeyboardInterrupt): unpack(archive, to)
     assert left(to) == []
     killed = to/f".{name}.unpacking"/"image"                           # what a kill would leave
     killed.mkdir(parents=True)
     (killed/"junk.jpg").touch()
-    assert unpack(archive, to, progress=False) == 9
+    assert unpack(archive, to) == 9
     assert left(to) == [f"image/{i}.jpg" for i in range(9)]
 
 
@@ -436,15 +436,15 @@ def test_what_is_fetched_is_what_the_reader_reads(server, tmp_path, monkeypatch,
     if home != name: monkeypatch.delitem(DATASETS, home)
     serve(server, monkeypatch, name, published(home, origin))
 
-    whole = get_data(name, root, progress=False, say=said.append)
+    whole = get_data(name, root, say=said.append)
     assert whole == (not DATASETS[name].by_hand) and "annotations/instances_val2017.json" not in left(root)
     assert not [file for file in left(root) if file.endswith((".zip", ".gz", ".part", ".tmp"))]
     if not whole: add_pictures_by_hand(layout, root, "\n".join(said), name)
 
     asked = len(server.asked)
-    assert get_data(home, root, progress=False, say=said.append) and len(server.asked) == asked
+    assert get_data(home, root, say=said.append) and len(server.asked) == asked
     assert "there already" in said[-2]
-    assert check_data(name, root, progress=False).faults == {}
+    assert check_data(name, root).faults == {}
     assert len(load_records(name, root)) == 16
 
 
@@ -467,7 +467,7 @@ def docci(server, tmp_path, monkeypatch):
 
 def fetch_docci(tmp_path, **more):
     said = []
-    get_data("docci", tmp_path/"to", **{"progress": False, "say": said.append, **more})
+    get_data("docci", tmp_path/"to", **{"say": said.append, **more})
     return "\n".join(said)
 
 

@@ -435,30 +435,10 @@ def test_pictures_that_are_no_pictures_are_refused(pipeline, world):
 
 # ---- models
 
-FINE = dict(
-    data="scenes",
-    data_options=dict(split="train", n=16),
-    backbone="scenes-clip",
-    context_length=88,
-    keep=8,
-    epochs=1,
-    batch_size=8,
-    pca_dim=4,
-    lr=1e-3,
-    warmup=1,
-)
-PRE = dict(
-    data="scenes",
-    data_options=dict(split="web", text="short", n=16),
-    recipe=None,
-    short_weight=0.0,
-    context_length=28,
-    keep=8,
-    epochs=1,
-    batch_size=8,
-    pca_dim=4,
-    lr=1e-3,
-    warmup=1,
+SMALL = dict(data="scenes", keep=8, epochs=1, batch_size=8, pca_dim=4, lr=1e-3, warmup=1)
+FINE = SMALL | dict(data_options=dict(split="train", n=16), backbone="scenes-clip", context_length=88)
+PRE = SMALL | dict(
+    data_options=dict(split="web", text="short", n=16), recipe=None, short_weight=0.0, context_length=28
 )
 ARMS = {"pre-trained": None, "DeBias recipe": dict(recipe="debias")}
 

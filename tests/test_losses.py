@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from debias_clip.losses import (
     DualCaptionLoss,
     NonFiniteFeatures,
-    closed_gaps,
     from_all,
     info_nce,
     pca_approximation,
@@ -80,7 +79,6 @@ def test_pca_is_the_svds(n, d, k):
     y = x.detach().float().requires_grad_()
     single = pca_approximation(y, k)
     assert single.dtype == torch.float32 and relative(single, want) < 1e-6
-    assert closed_gaps(y, k) == 0
 
 
 def hadamard(s):
@@ -97,7 +95,6 @@ def test_gradcheck_with_repeated_singular_values(s, shape):
     x = torch.cat([x, torch.zeros(8, 4, dtype=x.dtype)], 1) if shape == 'wide' else torch.cat([x[:, :6], -x[:, :6]])
     def approximate(x): return pca_approximation(x, 3)
     assert torch.autograd.gradcheck(approximate, x.clone().requires_grad_(), eps=1e-5, atol=1e-5)
-    assert closed_gaps(x, 3) == closed_gaps(x.float(), 3) == 0
 
 
 def test_a_small_gap_is_not_touched():
@@ -105,31 +102,29 @@ def test_a_small_gap_is_not_touched():
     g = unit(8, 7, dtype=torch.float64)
     got, want = (torch.autograd.grad((f(x, 3)*g).sum(), x)[0] for f in (pca_approximation, oracle_pca))
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
-    assert closed_gaps(x, 3) == closed_gaps(x.detach().float(), 3) == 0
 
 
-TIED = dict(   # features, k, closed gaps
-    one=(hadamard([4., 3, 2, 2, 1, .5, .25]), 3, 1),
-    four=(hadamard([4., 2, 2, 2, 2, .5, .25]), 3, 4),
-    collapsed=(unit(1).repeat(20, 1), 8, 64),
-    zeros=(torch.zeros(20, 16), 8, 64),
-    five_samples=(unit(5, 16).repeat(4, 1), 8, None),
-    tiny=(1e-20*unit(20), 8, 0),
-    huge=(1e15*unit(20), 8, 0),
+TIED = dict(   # features, k
+    one=(hadamard([4., 3, 2, 2, 1, .5, .25]), 3),
+    four=(hadamard([4., 2, 2, 2, 2, .5, .25]), 3),
+    collapsed=(unit(1).repeat(20, 1), 8),
+    zeros=(torch.zeros(20, 16), 8),
+    five_samples=(unit(5, 16).repeat(4, 1), 8),
+    tiny=(1e-20*unit(20), 8),
+    huge=(1e15*unit(20), 8),
 )
 
 
 @pytest.mark.parametrize('kind', TIED)
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
-def test_closed_gaps_are_clamped_and_counted(kind, dtype):
-    x, k, closed = TIED[kind]
+def test_closed_gaps_are_clamped(kind, dtype):
+    x, k = TIED[kind]
     x = x.to(dtype).clone().requires_grad_()
     y = pca_approximation(x, k)
     y.backward(unit(*x.shape, seed=1).to(dtype))
     assert y.isfinite().all() and x.grad.isfinite().all()
-    if closed is None: assert closed_gaps(x, k) > 0 and x.grad.norm() < 10
-    else: assert closed_gaps(x, k) == closed
-    if closed == 64: assert relative(y + 1, x.detach() + 1) < 1e-6 and x.grad.norm() < 10
+    if kind in ("collapsed", "zeros"): assert relative(y + 1, x.detach() + 1) < 1e-6
+    if kind in ("collapsed", "zeros", "five_samples"): assert x.grad.norm() < 10
 
 
 def test_pca_names_what_is_wrong():
@@ -381,7 +376,6 @@ def test_golden_pca():
     image = F.normalize(small['image_features'], dim=1)
     for n in (40, 80):
         assert relative(pca_approximation(image[:n]), small[f'pca_{n}']) < 1e-6
-        assert closed_gaps(image[:n]) == 0
 
 
 @pytest.mark.parametrize('world', [1, 2])

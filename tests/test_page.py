@@ -21,17 +21,6 @@ from debias_clip.page import page_values, report_page, write_report
 from debias_clip.records import Records
 from debias_clip.shortsight import shortsight, shortsight_difference
 
-@pytest.fixture(scope="module")
-def world(): return diagnosed.world()
-
-
-@pytest.fixture(scope="module")
-def one(): return diagnosed.diagnosis("one")
-
-
-@pytest.fixture(scope="module")
-def siglip(): return diagnosed.diagnosis("a SigLIP")
-
 
 @pytest.fixture(scope="module")
 def flat(): return diagnosed.diagnosis("flat")

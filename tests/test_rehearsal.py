@@ -54,7 +54,7 @@ def test_the_oddities_of_the_real_files_are_there(written):
 
 @pytest.mark.parametrize("name", [name for name in READ if not name.startswith("sharegpt4v")])
 def test_nothing_but_the_numbers_is_wrong_with_them(written, name):
-    report = check_data(name, written[DATASETS[name].home], progress=False)
+    report = check_data(name, written[DATASETS[name].home])
     assert report.faults.keys() <= {"counts"}, report.summary()
 
 
@@ -65,8 +65,6 @@ def test_tokenisers_are_of_the_published_kinds(tmp_path, backbone, first_differs
     ids = tokenizer.encode(text)
     assert 0 < len(ids) <= 2*len(text.split()) and max(ids) < model_config(backbone)["text_cfg"]["vocab_size"]
     assert (tokenizer.encode_sentence("The dog") != tokenizer.encode("The dog")) == first_differs
-    sentences = [tokenizer.encode_sentence(sentence) for sentence in ("A dog.", "It rests.")]
-    assert list(tokenizer.join(sentences)) == list(tokenizer.encode("A dog. It rests."))
     assert (tokenizer.pad == tokenizer.eot) == (not first_differs)
 
 

@@ -1,7 +1,6 @@
 """What a row of tokens must be in each family, against open_clip's own tokenisers and tiny stand-ins of SigLIP's."""
 import json
 import pickle
-import random
 import sys
 import time
 
@@ -146,16 +145,6 @@ def test_readable_tokens_spell_the_text(pair):
 
 
 # sentences and the text made of them
-
-def test_joined_sentences_are_the_text(pair):
-    tok, rng = pair[0], random.Random(0)
-    sentences = ["A small red circle is at the top.", "There isn't a red-brick house!",
-                 "Below: two “blue” squares &amp; a dog.", "赤い円。", "", "...", "dog", "a"]
-    for _ in range(60):
-        some = rng.sample(sentences, rng.randint(0, 6))
-        ids = [np.array(tok.encode_sentence(s), np.int32) for s in some]
-        assert list(tok.join(ids)) == tok.encode(" ".join(some)), some
-
 
 ODD = ["A “red” dog", 'left of it "here"', "It is 2.5", "12", "etc..", "...", "dog.", ".", "!", "why?", "🙂", "a 🙂",
        "'", '"', "–", "赤い円。", "&amp", "&", "R&amp;D", "<end_of_text>", "A", "a", " dog", "dog ", "\tred", "x_y",
