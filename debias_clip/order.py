@@ -185,15 +185,17 @@ def pushable(tok, records, pushed):
                      "filler: take fewer copies or a model of a longer context")
 
 # %% ../nbs/24_order.ipynb #e6ec568c
-def push_ranks(model, transform, tok, records, copies=(0, 1, 2, 4), filler="This is a photo.", images=None, workers=0):
+def push_ranks(model, transform, tok, records, copies=(0, 1, 2, 4), filler="This is a photo.", images=None, workers=0,
+               kinds=("words", "pads")):
     """Ranks of the first two sentences of captions behind copies of a filler sentence, and behind as many pads.
 
     model, transform, tok, records, images, workers: as in `order_ranks`
     copies: numbers of the filler
     filler: a sentence
+    kinds: what pushes: copies of the filler ("words"), pads, or both
 
-    Returns (dict (what, tokens pushed) -> what `ranks_of_texts` returns; number of captions left out), with what
-    "words" or "pads". All are of the captions that fit the context behind the most copies.
+    Returns (dict (kind, tokens pushed) -> what `ranks_of_texts` returns; number of captions left out). All
+    are of the captions that fit the context behind the most copies.
     Raises ValueError where too few captions fit.
     """
     step, by_push = len(tok.encode(filler)), {}
@@ -201,6 +203,6 @@ def push_ranks(model, transform, tok, records, copies=(0, 1, 2, 4), filler="This
     images = image_features(model, transform, records, index, images, workers)
     for n in copies:
         behind = [" ".join([filler]*n + [text]) for text in texts]
-        by_push["words", n*step] = ranks_of_texts(model, tok, images, behind)
-        by_push["pads", n*step] = ranks_of_texts(model, tok, images, texts, n*step)
+        if "words" in kinds: by_push["words", n*step] = ranks_of_texts(model, tok, images, behind)
+        if "pads" in kinds: by_push["pads", n*step] = ranks_of_texts(model, tok, images, texts, n*step)
     return by_push, len(records) - len(index)

@@ -123,3 +123,18 @@ def test_gains_start_at_the_origin(tmp_path):
     with pytest.raises(ValueError, match="no 'short' of 'zero' on 'A'"): plane(gains, ARMS, WEIGHTS, PLANES)
     with pytest.raises(ValueError, match="no 'short' of 'one' on 'C'"):
         plane(PLANE, {"x": ["one"]}, WEIGHTS, {"C": [["C", "short"], ["A", "short"]]})
+
+
+# ---- the ideal reader
+
+def test_what_has_no_seed_is_a_dashed_line_with_its_band():
+    ideal = PADS.assign(arm="ideal reader", value=99., low=98., high=100., seeds=0).drop_duplicates(["test", "x"])
+    fig = curves(pd.concat([PADS.assign(seeds=5), ideal]))
+    looks = {line.get_label(): (line.get_linestyle(), line.get_marker()) for line in fig.axes[0].lines}
+    assert looks == {"one": ("-", "o"), "two": ("-", "s"), "ideal reader": ("--", "None")}
+    assert len(fig.axes[0].collections) == 3
+    shown = {h.get_label(): h.get_linestyle() for h in fig.legends[0].legend_handles}
+    assert shown == {"one": "-", "two": "-", "ideal reader": "--"}
+
+
+def test_no_differences_are_no_figure(): assert dots(SCORES.iloc[:0]) is None

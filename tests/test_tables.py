@@ -15,13 +15,13 @@ from debias_clip.tables import (
     PAPER_DROPS,
     as_markdown,
     as_rows,
-    bullets,
     clear,
     corrected,
     differences,
     gain_rows,
     loss_rows,
     number,
+    on_lines,
     pick,
     reading,
     step_differences,
@@ -219,11 +219,6 @@ def test_a_difference_is_read_as_it_came_out(low, high, said):
     assert "nan" not in line
 
 
-def test_bullets_fill_a_template_for_each_row():
-    frame = summarise(rows_of({("a", 0): 50., ("b", 0): 60.}), ["arm"])
-    assert bullets(frame, "{arm} {value:.0f} {basis}") == "- a 50 over images\n- b 60 over images"
-
-
 # ---- tables
 
 def test_tables_keep_order():
@@ -274,6 +269,16 @@ def test_counts_stand_beside_the_row():
     summary = summarise(rows, ["arm", "text"])
     shown = with_counts(table(summary, ["arm"], columns="text"), summary)
     assert shown[["n", "left out", "cut"]].values.tolist() == [[100, 2, 5]]
+
+
+def test_arms_lie_on_lines():
+    made = [*rows_of({("zero", 0): 1., ("a", 0): 2., ("b", 0): 3., ("c", 0): 4.}), row("a", 1, 5.)]
+    lines = {"one": ["zero", "a"], "two": ["zero", "b"]}
+    found = on_lines(made, lines, dict(zero=0., a=.1, b=.5))
+    assert [(r["recipe"], r["λ_s"], r["value"]) for r in found] == [
+        ("one", 0, 1), ("one", .1, 2), ("one", .1, 5), ("two", 0, 1), ("two", .5, 3)]
+    ideal = on_lines([row("ideal reader", None, 99.)], lines, dict(zero=0., a=.1, b=.5))
+    assert [(r["recipe"], r["λ_s"]) for r in ideal] == [("ideal reader", w) for w in (0, .1, .5)]
 
 
 def test_rows_are_picked_and_kept():
