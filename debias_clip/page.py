@@ -244,8 +244,8 @@ def write_report(diagnoses, folder):
     diagnoses: as in `page_values`
     folder: where to, made if it is not there
 
-    Returns (path of diagnosis.html, path of diagnosis.json: {"models": diagnoses, "against first": difference of each other
-    model's index from the first's, by name}). Each file appears whole or not at all.
+    Returns (path of diagnosis.html, path of diagnosis.json: {"models": diagnoses, "against first": difference of each
+    other model's index from the first's, by name}). Each file appears whole or not at all.
     """
     folder, page = Path(folder), report_page(diagnoses)
     numbers = {"models": [without_pictures(d) for d in diagnoses], "against first": against_first(diagnoses)}
