@@ -147,16 +147,14 @@ def by_position(reading, layer=-1, least=10):
     least: positions that fewer captions reach are left out
 
     Returns a DataFrame: position (1 is the first word), value, low, high (relative to an even reader: 1, with its
-    95 % interval), weight (mean, as it is), n (captions).
+    95 % interval), n (captions).
     """
     relative = _relative(reading, layer)
     n = (~np.isnan(relative)).sum(0)
     at = np.flatnonzero(_reached(n, least))
     value, low, high = mean_interval(relative[:, at])
-    weights = np.where(reading.part >= 0, reading.weights[:, layer].numpy(), np.nan)
     first = int((reading.part[0] == START).sum())
-    return pd.DataFrame(dict(position=at - first + 1, value=value, low=low, high=high,
-                             weight=np.nanmean(weights[:, at], 0), n=n[at]))
+    return pd.DataFrame(dict(position=at - first + 1, value=value, low=low, high=high, n=n[at]))
 
 # %% ../nbs/25_attention.ipynb #7620912e
 def by_sentence(reading, layer=-1, least=10):
@@ -164,8 +162,8 @@ def by_sentence(reading, layer=-1, least=10):
 
     reading, layer, least: as in `by_position`
 
-    Returns a DataFrame: sentence (from 1), value, low, high (weight of its words relative to an even reader: 1), share,
-    share_low, share_high (percent of the weight on words), n (captions with a word of that sentence in the context).
+    Returns a DataFrame: sentence (from 1), value, low, high (weight of its words relative to an even reader: 1), n
+    (captions with a word of that sentence in the context).
     """
     w = reading.weights[:, layer].double().numpy()
     places = range(reading.part.max() + 1)
@@ -177,9 +175,7 @@ def by_sentence(reading, layer=-1, least=10):
     n = (words > 0).sum(0)
     at = _reached(n, least)
     value, low, high = mean_interval(relative[:, at])
-    mean, share_low, share_high = mean_interval(100*share[:, at])
-    return pd.DataFrame(dict(sentence=np.flatnonzero(at) + 1, value=value, low=low, high=high, share=mean,
-                             share_low=share_low, share_high=share_high, n=n[at]))
+    return pd.DataFrame(dict(sentence=np.flatnonzero(at) + 1, value=value, low=low, high=high, n=n[at]))
 
 # %% ../nbs/25_attention.ipynb #5af0a0a6
 def _places(part):

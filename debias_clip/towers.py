@@ -371,17 +371,16 @@ def heads(x, n_heads): return x.unflatten(-1, (n_heads, -1)).transpose(1, 2)   #
 def merge_heads(x): return x.transpose(1, 2).flatten(2)
 
 # %% ../nbs/05_towers.ipynb #31bce763
-def freeze_positions(model, optimizer, keep=None):
-    """Hold the first rows of the position table as they are, while the others train.
+def freeze_positions(model, optimizer):
+    """Hold the first `model.keep` rows of the position table as they are, while the others train.
 
     They get a gradient of zero, and every `optimizer.step()` leaves them bit-equal, weight decay included.
     model: may be wrapped by DDP; call this after wrapping, loading or moving it
-    keep: rows that stay; None is `model.keep`
     Returns the hook handles; `handle.remove()` on each lets the rows go again.
     """
     model = getattr(model, "module", model)
     table = text_tower(model).positional_embedding
-    keep, saved = model.keep if keep is None else keep, []
+    keep, saved = model.keep, []
 
     def without_gradient(grad):
         grad = grad.clone()
