@@ -13,13 +13,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
-from open_clip.transformer import ResidualAttentionBlock
-from torch import nn
 from torch.nn import functional as F
 
 from .retrieval import evaluating
 from .statistics import mean_interval
-from .towers import check_length, text_tower
+from .towers import check_length, is_own_block, project, text_tower
 
 # %% ../nbs/25_attention.ipynb #6d9fc3b0
 def _attend(attn, x, mask):
@@ -59,15 +57,7 @@ def _read(tower, tokens):
         x = x + block.ls_1(out)
         x = x + block.ls_2(block.mlp(block.ln_2(x)))
         by_layer.append(weights[rows, :, pooled].mean(1))
-    x, projection = tower.ln_final(x)[rows, pooled], tower.text_projection
-    if projection is not None: x = projection(x) if isinstance(projection, nn.Linear) else x @ projection
-    return torch.stack(by_layer, 1).cpu(), x.float().cpu()
-
-# %% ../nbs/25_attention.ipynb #0d2b8124
-def _is_plain(block):
-    "Whether a block is CLIP's own, whose attention `_attend` writes out."
-    if type(block) is not ResidualAttentionBlock or type(block.attn) is not nn.MultiheadAttention: return False
-    return block.attn.in_proj_weight is not None and block.attn.bias_k is None
+    return torch.stack(by_layer, 1).cpu(), project(tower, x[rows, pooled]).float().cpu()
 
 # %% ../nbs/25_attention.ipynb #1da19138
 def pooled_attention(model, tokens, batch_size=32):
@@ -84,7 +74,7 @@ def pooled_attention(model, tokens, batch_size=32):
     tower = text_tower(model)
     check_length(model, tokens)
     if not len(tokens): raise ValueError("There are no captions to read.")
-    if not all(map(_is_plain, tower.transformer.resblocks)):
+    if not all(map(is_own_block, tower.transformer.resblocks)):
         raise ValueError(f"The text tower of {getattr(model, 'backbone', 'this model')} has other blocks than CLIP's, "
                          "whose attention is not known here.")
     device = next(model.parameters()).device

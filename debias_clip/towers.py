@@ -166,9 +166,8 @@ def encode_texts(model, tokens, normalize=False, read_pads=True):
 # %% ../nbs/05_towers.ipynb #710a9a78
 def is_own_block(block):
     "Whether a block computes just what `run_block` does."
-    attn = block.attn
-    plain = type(block) is ResidualAttentionBlock and type(attn) is nn.MultiheadAttention
-    return plain and attn.in_proj_bias is not None and attn.bias_k is None and not attn.dropout
+    if type(block) is not ResidualAttentionBlock or type(block.attn) is not nn.MultiheadAttention: return False
+    return block.attn.in_proj_bias is not None and block.attn.bias_k is None and not block.attn.dropout
 
 def has_hooks(module):
     "Whether anybody listens to a module's calls."
