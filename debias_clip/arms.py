@@ -175,8 +175,7 @@ def _measure_arm(measure, arm, tests, models, workers):
     rows = []
     for name, test in tests.items():
         records = test_records(test)
-        pictures = transform if arm.start is None else images_transform(records, model, transform)
-        told = measure(model, pictures, tok, records, workers=workers)
+        told = measure(model, images_transform(records, model, transform), tok, records, workers=workers)
         rows += [arm.labels | {"test": name} | row for row in told]
     return rows, key
 

@@ -159,9 +159,13 @@ def bootstrapped_means(values, image_of=None, n_boot=9999, seed=0):
 
 # %% ../nbs/22_statistics.ipynb #bd471e12
 def bootstrap_interval(means, level=.95):
-    "(low, high): the middle of sorted bootstrap means, at a level from 0 to 1."
-    beyond = (1 - level)/2*(len(means) + 1)
-    k = max(1, math.floor(beyond + 1e-9))   # 250.0, not 249.9…
+    """(low, high): the middle of sorted bootstrap means.
+
+    means: of `bootstrapped_means`
+    level: 0 to 1; beyond what so few means can tell, the interval reaches to zero
+    """
+    k = math.floor((1 - level)/2*(len(means) + 1) + 1e-9)   # 250.0, not 249.9…
+    if k < 1: return min(float(means[0]), 0.), max(float(means[-1]), 0.)
     return float(means[k - 1]), float(means[-k])
 
 def bootstrap_p(means):

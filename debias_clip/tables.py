@@ -114,12 +114,12 @@ def gain_rows(rows, base, by, column="arm"):
 def _pair(row, by): return tuple(row[name] for name in (*by, "seed"))
 
 def _difference(row, other):
-    "Value and scores of one row less those of another on the same images."
-    value = dict(value=row["value"] - other["value"], low=None, high=None)
+    "Value and scores of one row less those of another on the same images, without what rounding leaves of nothing."
+    value = dict(value=round(row["value"] - other["value"], 9), low=None, high=None)
     if row.get("scores") is None or other.get("scores") is None: return value | dict(scores=None)
     n, m = len(row["scores"]), len(other["scores"])
     if n != m: raise ValueError(f"scores of {n} and {m} images cannot be paired: compare what was scored on the same")
-    return value | dict(scores=np.asarray(row["scores"]) - np.asarray(other["scores"]))
+    return value | dict(scores=np.round(np.asarray(row["scores"]) - np.asarray(other["scores"]), 9))
 
 # %% ../nbs/32_tables.ipynb #89a07095
 def _tested(rows):
@@ -322,7 +322,7 @@ def as_markdown(shown):
 
 def _blanked(lines, groups):
     "Lines without those of their first labels that the line above has too. groups: how many labels may be left out."
-    above = [[None]] + lines[:-1]
+    above = [[None], *lines][:len(lines)]
     return [["" if i < groups and line[:i + 1] == last[:i + 1] else cell for i, cell in enumerate(line)]
             for line, last in zip(lines, above, strict=True)]
 

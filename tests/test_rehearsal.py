@@ -115,7 +115,7 @@ def test_the_papers_preset_is_rehearsed():
     printed = rehearsed("paper-b16", "main_table", "permutation", "backbones")
     assert "[3/3] backbones" in printed
     for test in ("Urban1k", "DCI", "Long-DCI", "DOCCI", "COCO", "Flickr30k"):
-        assert re.search(rf"^ *{test} +whole caption +DeBias recipe", printed, re.M), test
+        assert re.search(rf"^ *{test} +DeBias recipe +\d", printed, re.M), test
 
 
 @pytest.mark.slow

@@ -162,6 +162,14 @@ def test_a_difference_is_clear_where_its_corrected_interval_leaves_out_zero(seed
     assert (gains.holm_low <= gains.low).all() and (gains.holm_high >= gains.high).all()
 
 
+def test_what_rounding_leaves_of_nothing_is_no_difference():
+    "Losses of .3 − .2 and of .1 − 0 are equal, though not as floats."
+    made = [row(arm, s, v, text=text) for s in range(3) for arm, text, v in
+            (("a", "whole", .3), ("a", "move", .2), ("b", "whole", .1), ("b", "move", 0.))]
+    more = differences(loss_rows(made, "whole", ["arm"], column="text"), "a", ["text"]).iloc[0]
+    assert (.3 - .2) - .1 != 0 and (more.value, more.p) == (0, 1) and not clear(more)
+
+
 def test_columns_can_be_families_of_their_own():
     made = [r | dict(direction=d) for d in ("t2i", "i2t") for r in family(4)]
     apart = differences(made, "a", ["test", "direction"], family=["direction"])
@@ -244,6 +252,12 @@ def test_markdown_leaves_out_what_the_row_above_has():
     labels = [tuple(cell.strip() for cell in line.split("|")[1:4]) for line in text.splitlines()[2:]]
     assert labels == [("x", "u", "a"), ("", "", "b"), ("", "v", "a"), ("", "", "b"),
                       ("y", "u", "a"), ("", "", "b"), ("", "v", "a"), ("", "", "b")]
+
+
+def test_a_table_of_nothing_is_its_head():
+    "Of arms that were not there to be compared."
+    gains = differences([row("a", 0, 1.)], "a", ["test", "text"])
+    assert as_markdown(table(gains, ["test", "arm"], columns="text")).splitlines()[0].startswith("| test | arm |")
 
 
 def test_the_papers_numbers_are_a_table_of_their_own():
