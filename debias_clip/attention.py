@@ -13,13 +13,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
-from open_clip.transformer import ResidualAttentionBlock
-from torch import nn
 from torch.nn import functional as F
 
 from .retrieval import evaluating
 from .statistics import mean_interval
-from .towers import check_length, text_tower
+from .towers import check_length, is_own_block, project, text_tower
 
 # %% ../nbs/25_attention.ipynb #6d9fc3b0
 def _attend(attn, x, mask):
@@ -59,15 +57,7 @@ def _read(tower, tokens):
         x = x + block.ls_1(out)
         x = x + block.ls_2(block.mlp(block.ln_2(x)))
         by_layer.append(weights[rows, :, pooled].mean(1))
-    x, projection = tower.ln_final(x)[rows, pooled], tower.text_projection
-    if projection is not None: x = projection(x) if isinstance(projection, nn.Linear) else x @ projection
-    return torch.stack(by_layer, 1).cpu(), x.float().cpu()
-
-# %% ../nbs/25_attention.ipynb #0d2b8124
-def _is_plain(block):
-    "Whether a block is CLIP's own, whose attention `_attend` writes out."
-    if type(block) is not ResidualAttentionBlock or type(block.attn) is not nn.MultiheadAttention: return False
-    return block.attn.in_proj_weight is not None and block.attn.bias_k is None
+    return torch.stack(by_layer, 1).cpu(), project(tower, x[rows, pooled]).float().cpu()
 
 # %% ../nbs/25_attention.ipynb #1da19138
 def pooled_attention(model, tokens, batch_size=32):
@@ -84,7 +74,7 @@ def pooled_attention(model, tokens, batch_size=32):
     tower = text_tower(model)
     check_length(model, tokens)
     if not len(tokens): raise ValueError("There are no captions to read.")
-    if not all(map(_is_plain, tower.transformer.resblocks)):
+    if not all(map(is_own_block, tower.transformer.resblocks)):
         raise ValueError(f"The text tower of {getattr(model, 'backbone', 'this model')} has other blocks than CLIP's, "
                          "whose attention is not known here.")
     device = next(model.parameters()).device
@@ -157,16 +147,14 @@ def by_position(reading, layer=-1, least=10):
     least: positions that fewer captions reach are left out
 
     Returns a DataFrame: position (1 is the first word), value, low, high (relative to an even reader: 1, with its
-    95 % interval), weight (mean, as it is), n (captions).
+    95 % interval), n (captions).
     """
     relative = _relative(reading, layer)
     n = (~np.isnan(relative)).sum(0)
     at = np.flatnonzero(_reached(n, least))
     value, low, high = mean_interval(relative[:, at])
-    weights = np.where(reading.part >= 0, reading.weights[:, layer].numpy(), np.nan)
     first = int((reading.part[0] == START).sum())
-    return pd.DataFrame(dict(position=at - first + 1, value=value, low=low, high=high,
-                             weight=np.nanmean(weights[:, at], 0), n=n[at]))
+    return pd.DataFrame(dict(position=at - first + 1, value=value, low=low, high=high, n=n[at]))
 
 # %% ../nbs/25_attention.ipynb #7620912e
 def by_sentence(reading, layer=-1, least=10):
@@ -174,8 +162,8 @@ def by_sentence(reading, layer=-1, least=10):
 
     reading, layer, least: as in `by_position`
 
-    Returns a DataFrame: sentence (from 1), value, low, high (weight of its words relative to an even reader: 1), share,
-    share_low, share_high (percent of the weight on words), n (captions with a word of that sentence in the context).
+    Returns a DataFrame: sentence (from 1), value, low, high (weight of its words relative to an even reader: 1), n
+    (captions with a word of that sentence in the context).
     """
     w = reading.weights[:, layer].double().numpy()
     places = range(reading.part.max() + 1)
@@ -187,9 +175,7 @@ def by_sentence(reading, layer=-1, least=10):
     n = (words > 0).sum(0)
     at = _reached(n, least)
     value, low, high = mean_interval(relative[:, at])
-    mean, share_low, share_high = mean_interval(100*share[:, at])
-    return pd.DataFrame(dict(sentence=np.flatnonzero(at) + 1, value=value, low=low, high=high, share=mean,
-                             share_low=share_low, share_high=share_high, n=n[at]))
+    return pd.DataFrame(dict(sentence=np.flatnonzero(at) + 1, value=value, low=low, high=high, n=n[at]))
 
 # %% ../nbs/25_attention.ipynb #5af0a0a6
 def _places(part):

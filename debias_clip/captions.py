@@ -253,9 +253,9 @@ class Recipe:
         "The places of the short caption's sentences in a caption of n. Raises ValueError where n is 0."
         return _places(self.short, n, rng)
 
-    def long_places(self, n: int, rng) -> list[int] | None:
-        "The places of the long caption's sentences in a caption of n; None: it is whole, and nothing is drawn."
-        return _places(self.long, n, rng) if self.long else None
+    def long_places(self, n: int, rng) -> list[int]:
+        "The same of the long caption."
+        return _places(self.long, n, rng)
 
     def pads(self, caption: str, n_post: int, rng) -> int:
         "How many of n_post free pads go before the words of the 'short' or the 'long' caption."

@@ -6,8 +6,8 @@
 __all__ = ['NAMES', 'PROJECTIONS', 'ASIDE', 'FACTS', 'Content', 'read_file', 'read_safetensors', 'refuse_cut_zip', 'archive_code',
            'read_archive', 'read_parts', 'read_folder', 'check_class', 'unwrap', 'our_name', 'from_hugging_face',
            'long_path', 'open_clip_state', 'merge_tables', 'bare', 'shapes', 'may_be', 'fits', 'find_backbone',
-           'check_backbone', 'check_heads', 'mismatches', 'listed', 'load_all', 'like', 'load_checkpoint',
-           'with_prefix', 'recall_stretch', 'facts', 'write_weights', 'save_checkpoint']
+           'check_backbone', 'check_heads', 'mismatches', 'load_all', 'like', 'load_checkpoint', 'with_prefix',
+           'recall_stretch', 'facts', 'write_weights', 'save_checkpoint']
 
 # %% ../nbs/06_checkpoints.ipynb #3f5f803f
 import json
@@ -24,7 +24,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from .core import placing
+from .core import first_few, placing
 from .families import FAMILIES, base_length, model_config, text_prefix
 from .towers import build, record_stretch
 
@@ -296,10 +296,6 @@ def mismatches(want, state) -> dict:
         "misshaped": [f"{k} {shape(state[k])}, not {shape(want[k])}" for k in other],
     }
 
-def listed(names, most=12):
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
 # %% ../nbs/06_checkpoints.ipynb #33ee16d6
 def load_all(model, state, source, name=None):
     """Load a state dict of which every tensor must match; half precision becomes float32. Returns the model.
@@ -312,7 +308,7 @@ def load_all(model, state, source, name=None):
     state = {k: like(v, want[k]) if k in want else v for k, v in state.items()}
     wrong = {kind: names for kind, names in mismatches(want, state).items() if names}
     if wrong:
-        lines = [f"{len(names)} {kind}: {listed(names)}" for kind, names in wrong.items()]
+        lines = [f"{len(names)} {kind}: {first_few(names, 12)}" for kind, names in wrong.items()]
         head = f"{source} does not match {name or model.backbone}, and nothing was loaded."
         raise ValueError("\n".join([head, *lines]))
     model.load_state_dict(state)

@@ -25,10 +25,11 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 from tqdm import tqdm
 
-from .benchmarks import data_set, is_own, samples
-from .captions import Recipe, sample_rng
-from .core import file_hash
-from .pairs import sample_texts
+from .benchmarks import is_own, samples
+from .captions import Recipe
+from .core import file_hash, first_few, shortened
+from .datasets import data_set
+from .pairs import draw_texts
 from .readers import Sample, sentences_of, table_file
 from .records import ImageError, Records, in_processes, in_threads, load_image, same_name, select
 from .store import TextStore
@@ -72,7 +73,7 @@ class Report:
         return {kind: len(items) for kind, items in self.findings.items() if items and kind not in self.excused}
 
     def as_dict(self) -> dict: return report_dict(self)
-    def summary(self, width=100) -> str: return report_text(self, width)
+    def summary(self) -> str: return report_text(self)
 
 # %% ../nbs/17_checks.ipynb #a0795901
 def report_dict(report: Report) -> dict:
@@ -91,8 +92,8 @@ def lengths_of_interest(report) -> dict:
             "one_sentence": (report.sentences == 1).sum()}
 
 # %% ../nbs/17_checks.ipynb #a3cfd469
-def report_text(report: Report, width: int = 100) -> str:
-    "A report as text for one screen, `width` characters wide."
+def report_text(report: Report) -> str:
+    "A report as text for one screen, 100 characters wide."
     lines = [f"{report.name}: {report.about}, in {report.root}",
              f"  {report.images:,} images with {report.texts:,} captions"]
     for kind in KINDS: lines += kind_lines(report, kind)
@@ -100,7 +101,7 @@ def report_text(report: Report, width: int = 100) -> str:
     n, kinds = sum(report.faults.values()), len(report.faults)
     if n: lines.append(f"{n:,} fault{'s'*(n > 1)} of {kinds} kind{'s'*(kinds > 1)}.")
     else: lines.append("No faults." + " The pictures were not opened."*report.quick)
-    return "\n".join(line if len(line) <= width else line[:width - 1] + "…" for line in lines)
+    return "\n".join(map(shortened, lines))
 
 # %% ../nbs/17_checks.ipynb #59913ea4
 def kind_lines(report, kind) -> list[str]:
@@ -120,16 +121,13 @@ def doubt_line(report, kind) -> str:
     return ""
 
 # %% ../nbs/17_checks.ipynb #466c302e
-def group_lines(findings, at_most: int = 5, names: int = 3) -> list[str]:
+def group_lines(findings) -> list[str]:
     "Lines that count findings by group, the largest first, with the first few of each, without their remedies."
     groups = {}
     for group, what in findings: groups.setdefault(group, []).append(what.partition(";")[0])
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
-    lines = []
-    for group, found in ordered[:at_most]:
-        first = ", ".join(found[:names]) + ", …"*(len(found) > names)
-        lines.append(f"{len(found):,}{group and ' '}{group} ({first})")
-    rest = ordered[at_most:]
+    lines = [f"{len(found):,}{group and ' '}{group} ({first_few(found)})" for group, found in ordered[:5]]
+    rest = ordered[5:]
     if rest: lines.append(f"{sum(len(found) for _, found in rest):,} in {len(rest)} more groups")
     return lines
 
@@ -234,7 +232,7 @@ def folder_name(path, root) -> str:
     return "/".join(parts[:3]) or "the folder itself"
 
 # %% ../nbs/17_checks.ipynb #365e0157
-def open_images(report: Report, there: dict, threads: int):
+def open_images(report: Report, there: dict):
     "Notes pictures that cannot be decoded, and those of equal content. there: path -> (where, bytes)."
     sizes, first = Counter(size for _, size in there.values()), {}
     with tqdm(total=len(there), desc="pictures", **BAR) as shown, warnings.catch_warnings():
@@ -243,7 +241,7 @@ def open_images(report: Report, there: dict, threads: int):
             fault = why_unreadable(file)
             shown.update()
             return fault, file_hash(file) if not fault and sizes[there[file][1]] > 1 else None
-        for file, (fault, content) in zip(there, in_threads(look, list(there), threads), strict=True):
+        for file, (fault, content) in zip(there, in_threads(look, list(there)), strict=True):
             name = os.path.relpath(file, report.root)
             if fault: report.note("unreadable images", name, fault)
             elif content in first: report.note("repeated images", f"{name} as {first[content]}", "equal content")
@@ -262,13 +260,12 @@ def why_unreadable(file) -> str:
     return "cut short or damaged"
 
 # %% ../nbs/17_checks.ipynb #4e61b82a
-def check_data(name, root=None, quick: bool = False, max_missing: float = 0.0, threads: int = 8) -> Report:
+def check_data(name, root=None, quick: bool = False, max_missing: float = 0.0) -> Report:
     """Goes through a copy of a data set to its end and counts every fault.
 
     name: of a protocol, with root: its folder; or one's own table of captions or its folder
     quick: leave the pictures unopened (names and sizes only)
     max_missing: share of the images, 0 to 1, that may be absent
-    threads: pictures opened at a time
 
     Raises ValueError where the name is unknown or ambiguous, or the folder or table is not there.
     """
@@ -279,7 +276,7 @@ def check_data(name, root=None, quick: bool = False, max_missing: float = 0.0, t
         report.note("counts", f"published: {images_there:,} images with {texts_there:,} captions")
     there = find_images(report, images)
     if quick: note_empty(report, there)
-    else: open_images(report, there, threads)
+    else: open_images(report, there)
     if len(report.findings["missing images"]) <= max_missing*len(images):
         report.excused["missing images"] = f"up to {max_missing:.2%} may be missing"
     return report
@@ -326,8 +323,7 @@ def show_samples(records: Records, recipe: Recipe, tokenizer: Tokenizer, n: int 
 def short_caption(records, store, recipe, seed, epoch, i) -> tuple[str, str]:
     "(text, facts) of the short caption that training draws of sample i in an epoch."
     sentences, tokenizer = records.captions[i], store.tokenizer
-    places = recipe.short_places(len(sentences), sample_rng(seed, epoch, i))          # the first that a sample draws
-    ids, pads, _, _ = sample_texts(store, recipe, seed, epoch, i)
+    places, ids, pads = draw_texts(store, recipe, seed, epoch, i)["short"]
     numbers = " ".join(str(place + 1) for place in places)
     facts = f"epoch {epoch}: sentence{'s'*(len(places) > 1)} {numbers} of {len(sentences)}"
     facts += f", {tokens_said(len(ids), tokenizer)}" + f", {pads} pads before them"*recipe.prefix_pad

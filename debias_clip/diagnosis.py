@@ -26,7 +26,7 @@ import debias_clip
 from .arms import measure_arms
 from .attention import by_layer, by_position, by_sentence, read_captions, token_strip
 from .captions import min_sentences, permute
-from .core import foreseen
+from .core import first_few, foreseen
 from .measures import matrix_rows, push_rows
 from .order import drops, order_ranks
 from .records import Records, load_image, select
@@ -220,7 +220,7 @@ def check_finite(name, index, what, features):
     "Raises ValueError where features are not finite: every part would fail in its own way."
     bad = (~features.isfinite().all(1)).nonzero().flatten().tolist()
     if not bad: return
-    some = ", ".join(str(index[k]) for k in bad[:5]) + (", …" if len(bad) > 5 else "")
+    some = first_few((index[k] for k in bad), 5)
     raise ValueError(f"{name}: the {what} features of {len(bad)} of {len(features)} samples are not finite ({some}), "
                      "so nothing can be measured. Look for NaN in its weights, and at its precision: load it in "
                      "float32, or take a checkpoint from before its training diverged.")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from .core import rank_and_world
+from .core import first_few, rank_and_world
 
 # %% ../nbs/09_losses.ipynb #48f42d0b
 class NonFiniteFeatures(ValueError):
@@ -27,11 +27,6 @@ class NonFiniteFeatures(ValueError):
 
 _REMEDY = ("look at the images and captions of these samples, and at the step before: a learning rate too high or "
            "fp16 overflow (bf16 or fp32 helps) makes weights that are not finite")
-
-def _listed(rows, most=20):
-    "A list of row numbers for a message, cut after `most`."
-    more = f" and {len(rows) - most} more" if len(rows) > most else ""
-    return f"{rows[:most]}{more}"
 
 # %% ../nbs/09_losses.ipynb #d6576ac1
 def _check_components(n, d, k):
@@ -98,7 +93,7 @@ def _check_features(features, k):
     if features.ndim != 2:
         raise ValueError(f"features must be a matrix [samples, dimensions], not of shape {tuple(features.shape)}")
     bad = (~features.isfinite().all(1)).nonzero().flatten().tolist()
-    if bad: raise NonFiniteFeatures(f"features of samples {_listed(bad)} are not finite: {_REMEDY}", {0: bad})
+    if bad: raise NonFiniteFeatures(f"features of samples {first_few(bad, 20)} are not finite: {_REMEDY}", {0: bad})
     _check_components(*features.shape, k)
 
 # %% ../nbs/09_losses.ipynb #15870061
@@ -209,7 +204,7 @@ def _non_finite(names, bad):
         by_view = {name: samples for name, samples in by_view.items() if samples}
         if not by_view: continue
         rows[rank] = sorted(set().union(*by_view.values()))
-        said = ", ".join(f"{name} features of samples {_listed(samples)}" for name, samples in by_view.items())
+        said = ", ".join(f"{name} features of samples {first_few(samples, 20)}" for name, samples in by_view.items())
         where.append(f"rank {rank}: {said}" if len(bad) > 1 else said)
     return NonFiniteFeatures(f"features of this batch are not finite ({'; '.join(where)}): {_REMEDY}", rows)
 

@@ -60,20 +60,19 @@ def order_ranks(model, transform, tok, records, orders=("full", "move", "remove"
     return by_order, len(records) - len(index)
 
 # %% ../nbs/24_order.ipynb #99918f93
-def drop_row(variant, whole, direction, k=1):
-    "Recall@k of one variant in one direction, and what it loses against `whole`; both dicts of ranks. Returns a dict."
+def drop_row(variant, whole, direction):
+    "Recall@1 of one variant in one direction, and what it loses against `whole`; both dicts of ranks. Returns a dict."
     mine = np.asarray(variant[direction])
-    low, high = recall_interval(mine, k)
-    drop, drop_low, drop_high = paired_difference(whole[direction], mine, k)
-    recall = 100*float((mine < k).mean())
+    low, high = recall_interval(mine, 1)
+    drop, drop_low, drop_high = paired_difference(whole[direction], mine, 1)
+    recall = 100*float((mine < 1).mean())
     return dict(recall=recall, low=low, high=high, drop=drop, drop_low=drop_low, drop_high=drop_high, n=len(mine))
 
 # %% ../nbs/24_order.ipynb #8bc1c32b
-def drops(by_variant, k=1, left_out=0):
-    """Recall@k of several variants of the same queries, and what each loses against the first.
+def drops(by_variant, left_out=0):
+    """Recall@1 of several variants of the same queries, and what each loses against the first.
 
     by_variant: dict variant -> ranks, and `truncated` where it is known
-    k: answers that count
     left_out: captions that were not scored, to be shown
 
     Returns a DataFrame, a row a variant and direction ("t2i", "i2t"): variant, direction, recall, low, high, drop,
@@ -83,7 +82,7 @@ def drops(by_variant, k=1, left_out=0):
     for direction in ("t2i", "i2t"):
         for name, variant in by_variant.items():
             counts = dict(left_out=left_out, truncated=variant.get("truncated"))
-            rows.append(dict(variant=name, direction=direction) | drop_row(variant, whole, direction, k) | counts)
+            rows.append(dict(variant=name, direction=direction) | drop_row(variant, whole, direction) | counts)
     return pd.DataFrame(rows)
 
 # %% ../nbs/24_order.ipynb #72b2c079
@@ -150,14 +149,13 @@ def order_matrix(model, transform, tok, records, places=4, shuffles=8, seed=0, i
     return by_change, len(records) - len(index)
 
 # %% ../nbs/24_order.ipynb #39b22399
-def shuffle_hits(by_change, k=1):
+def shuffle_hits(by_change):
     """Whether each query is answered under several shuffles.
 
     by_change: as `order_matrix` returns it
-    k: answers that count
 
     Returns dict direction ("t2i", "i2t") -> dict
-        mean: float [n], share of the shuffles under which the answer is among the first k
+        mean: float [n], share of the shuffles under which the answer comes first
         worst, best: bool [n], under all of them, under any
     Raises ValueError where no shuffle was made.
     """
@@ -165,7 +163,7 @@ def shuffle_hits(by_change, k=1):
     if not shuffles: raise ValueError("there are no shuffles among these: give shuffles=N to order_matrix")
     of_direction = {}
     for direction in ("t2i", "i2t"):
-        hits = np.stack([np.asarray(r[direction]) < k for r in shuffles])     # [shuffles, n]
+        hits = np.stack([np.asarray(r[direction]) < 1 for r in shuffles])     # [shuffles, n]
         of_direction[direction] = dict(mean=hits.mean(0), worst=hits.all(0), best=hits.any(0))
     return of_direction
 
@@ -185,15 +183,17 @@ def pushable(tok, records, pushed):
                      "filler: take fewer copies or a model of a longer context")
 
 # %% ../nbs/24_order.ipynb #e6ec568c
-def push_ranks(model, transform, tok, records, copies=(0, 1, 2, 4), filler="This is a photo.", images=None, workers=0):
+def push_ranks(model, transform, tok, records, copies=(0, 1, 2, 4), filler="This is a photo.", images=None, workers=0,
+               kinds=("words", "pads")):
     """Ranks of the first two sentences of captions behind copies of a filler sentence, and behind as many pads.
 
     model, transform, tok, records, images, workers: as in `order_ranks`
     copies: numbers of the filler
     filler: a sentence
+    kinds: what pushes: copies of the filler ("words"), pads, or both
 
-    Returns (dict (what, tokens pushed) -> what `ranks_of_texts` returns; number of captions left out), with what
-    "words" or "pads". All are of the captions that fit the context behind the most copies.
+    Returns (dict (kind, tokens pushed) -> what `ranks_of_texts` returns; number of captions left out). All
+    are of the captions that fit the context behind the most copies.
     Raises ValueError where too few captions fit.
     """
     step, by_push = len(tok.encode(filler)), {}
@@ -201,6 +201,6 @@ def push_ranks(model, transform, tok, records, copies=(0, 1, 2, 4), filler="This
     images = image_features(model, transform, records, index, images, workers)
     for n in copies:
         behind = [" ".join([filler]*n + [text]) for text in texts]
-        by_push["words", n*step] = ranks_of_texts(model, tok, images, behind)
-        by_push["pads", n*step] = ranks_of_texts(model, tok, images, texts, n*step)
+        if "words" in kinds: by_push["words", n*step] = ranks_of_texts(model, tok, images, behind)
+        if "pads" in kinds: by_push["pads", n*step] = ranks_of_texts(model, tok, images, texts, n*step)
     return by_push, len(records) - len(index)

@@ -238,17 +238,16 @@ def without_pictures(diagnosis):
                                     for row in diagnosis["worst"]]
     return {k: v for k, v in diagnosis.items() if k != "falls"} | dict(worst=worst)
 
-def write_report(diagnoses, folder, name="diagnosis"):
+def write_report(diagnoses, folder):
     """Writes the page and the numbers of one or several diagnoses.
 
     diagnoses: as in `page_values`
     folder: where to, made if it is not there
-    name: of the files
 
-    Returns (path of <name>.html, path of <name>.json: {"models": diagnoses, "against first": difference of each other
-    model's index from the first's, by name}). Each file appears whole or not at all.
+    Returns (path of diagnosis.html, path of diagnosis.json: {"models": diagnoses, "against first": difference of each
+    other model's index from the first's, by name}). Each file appears whole or not at all.
     """
     folder, page = Path(folder), report_page(diagnoses)
     numbers = {"models": [without_pictures(d) for d in diagnoses], "against first": against_first(diagnoses)}
     text = json.dumps(plain_data(numbers, "diagnosis"), ensure_ascii=False, indent=1) + "\n"
-    return write_atomically(folder/f"{name}.html", page), write_atomically(folder/f"{name}.json", text)
+    return write_atomically(folder/"diagnosis.html", page), write_atomically(folder/"diagnosis.json", text)

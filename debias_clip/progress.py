@@ -17,12 +17,12 @@ import torch
 from tqdm import tqdm
 
 from .benchmarks import open_data
-from .captions import min_sentences, permute, sample_rng
+from .captions import min_sentences, permute
 from .config import Watch
 from .core import rank_and_world, write_atomically
 from .losses import from_all
 from .models import save_checkpoint
-from .pairs import Normalize
+from .pairs import Normalize, draw_texts
 from .records import select
 from .retrieval import encode_captions, encode_images, recall_at_k
 
@@ -112,16 +112,11 @@ def write_samples(file, data, keys):
 
 def sample_row(data, epoch, i):
     "One sample as text: dict sample, long and, with a recipe, short, each with its pads."
-    records, recipe, store = data.records, data.recipe, data.store
-    row, caption = {"sample": records.label(i)}, records.captions[i]
-    if recipe is None: return row | {"long": records.text(caption)}
-    rng = sample_rng(data.seed, epoch, i)
-    for name, draw in (("short", recipe.short_places), ("long", recipe.long_places)):
-        places = draw(len(caption), rng)
-        if places is None: places = range(len(caption))
-        free = int(store.tokenizer.free(len(store.join(i, places))))
-        row[name] = records.text([caption[p] for p in places])
-        row[f"{name}_pads"] = recipe.pads(name, free, rng)
+    records, caption = data.records, data.records.captions[i]
+    row = {"sample": records.label(i)}
+    if data.recipe is None: return row | {"long": records.text(caption)}
+    for name, drawn in draw_texts(data.store, data.recipe, data.seed, epoch, i).items():
+        row |= {name: records.text([caption[p] for p in drawn.places]), f"{name}_pads": drawn.pads}
     return row
 
 # %% ../nbs/20_progress.ipynb #010ab92b

@@ -24,14 +24,13 @@ from typing import NamedTuple
 import numpy as np
 
 from . import sentences
-from .core import content_key
+from .core import content_key, first_few
 from debias_clip.records import (
     Column,
     Records,
     in_processes,
     in_threads,
     made_once,
-    named,
     select,
     why_missing,
     write_samples,
@@ -233,7 +232,7 @@ def present(records: Records, max_missing: float) -> Records:
     gone = [str(records.images[i]) for i in np.flatnonzero(~there)]
     folders = {}
     for path in gone: folders.setdefault(os.path.dirname(path), []).append(os.path.basename(path))
-    listed = [f"{len(names)} in {folder} (first: {named(names)})" for folder, names in folders.items()]
+    listed = [f"{len(names)} in {folder} (first: {first_few(names)})" for folder, names in folders.items()]
     message = (f"{records.name}: {len(gone)} of {len(there)} image files are missing: "
                f"{'; '.join(listed[:8])}{' …' if len(listed) > 8 else ''}{why_missing(gone[0])}.")
     if len(gone) > max_missing*len(there) or len(gone) == len(there):

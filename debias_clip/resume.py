@@ -58,7 +58,7 @@ def saved_steps(folder) -> list[Path]:
 def save_step(folder, step: int, model, optimizer, scaler):
     """Writes the checkpoint of a step, whole or not at all; the one before it stays, others go.
 
-    folder: of the run's checkpoints; scaler: of the loss, see `train.Step`
+    folder: of the run's checkpoints; scaler: of the loss, see `step.Step`
 
     Raises OSError, for example where the disk is full.
     """

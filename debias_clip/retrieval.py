@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from .core import first_few
 from .models import encode_texts
 from .pairs import make_loader
-from .records import ImageError, load_image, named, select
+from .records import ImageError, load_image, select
 
 # %% ../nbs/23_retrieval.ipynb #cba46cc7
 @contextmanager
@@ -118,7 +119,7 @@ def as_features(features, what):
     finite = torch.cat([part.isfinite().all(1) for part in x.split(4096)])
     bad = (~finite).nonzero().flatten().tolist()
     if not bad: return x
-    raise ValueError(f"the {what} features of {len(bad)} rows are not finite: rows {named(bad, 10)}. A NaN has no "
+    raise ValueError(f"the {what} features of {len(bad)} rows are not finite: rows {first_few(bad, 10)}. A NaN has no "
                      "rank; look at these inputs and the model's precision")
 
 # %% ../nbs/23_retrieval.ipynb #3e2ce8cc
@@ -142,8 +143,8 @@ def as_pairs(image_of_text, n_images, n_texts):
                          f"{n_images - 1}")
     lonely = (torch.bincount(of, minlength=n_images) == 0).nonzero().flatten().tolist()
     if not lonely: return of
-    raise ValueError(f"{len(lonely)} images have no text: rows {named(lonely, 10)}. Image→text has no answer for them; "
-                     "leave them out")
+    raise ValueError(f"{len(lonely)} images have no text: rows {first_few(lonely, 10)}. Image→text has no answer for "
+                     "them; leave them out")
 
 # %% ../nbs/23_retrieval.ipynb #f3e778e3
 def distinct(x):

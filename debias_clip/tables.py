@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COUNTS', 'DIRECTIONS', 'HOLM', 'PAPER', 'PAPER_ABLATION', 'PAPER_DROPS', 'pick', 'in_order', 'as_rows', 'summarise',
            'gain_rows', 'corrected', 'differences', 'loss_rows', 'step_differences', 'number', 'verdict', 'basis',
-           'clear', 'reading', 'bullets', 'headline', 'Quoted', 'table', 'with_counts', 'as_markdown', 'on_lines']
+           'clear', 'reading', 'headline', 'Quoted', 'table', 'with_counts', 'as_markdown', 'on_lines']
 
 # %% ../nbs/32_tables.ipynb #c91ba2f0
 from functools import partial
@@ -114,12 +114,12 @@ def gain_rows(rows, base, by, column="arm"):
 def _pair(row, by): return tuple(row[name] for name in (*by, "seed"))
 
 def _difference(row, other):
-    "Value and scores of one row less those of another on the same images."
-    value = dict(value=row["value"] - other["value"], low=None, high=None)
+    "Value and scores of one row less those of another on the same images, without what rounding leaves of nothing."
+    value = dict(value=round(row["value"] - other["value"], 9), low=None, high=None)
     if row.get("scores") is None or other.get("scores") is None: return value | dict(scores=None)
     n, m = len(row["scores"]), len(other["scores"])
     if n != m: raise ValueError(f"scores of {n} and {m} images cannot be paired: compare what was scored on the same")
-    return value | dict(scores=np.asarray(row["scores"]) - np.asarray(other["scores"]))
+    return value | dict(scores=np.round(np.asarray(row["scores"]) - np.asarray(other["scores"]), 9))
 
 # %% ../nbs/32_tables.ipynb #89a07095
 def _tested(rows):
@@ -183,11 +183,15 @@ def step_differences(rows, arms, by, family=()):
     return corrected([row for step in steps for row in step], ["arm", "against", *by], family)
 
 # %% ../nbs/32_tables.ipynb #3c2228d8
-def number(value, low, high, digits=1, sign=""):
-    'As printed: "56.3 [54.1, 58.5]"; without an interval "56.3"; "–" where there is no number. sign="+" shows it.'
+def number(value, low, high, digits=1, sign="", unit=""):
+    """A number as printed: "56.3 [54.1, 58.5]"; without an interval "56.3"; "–" where there is none.
+
+    sign: "+" shows it
+    unit: written behind the value
+    """
     if value is None or pd.isna(value): return "–"
     value, low, high = (x if x is None or pd.isna(x) else round(x, digits) + 0. for x in (value, low, high))   # no −0.0
-    shown = f"{value:{sign}.{digits}f}"
+    shown = f"{value:{sign}.{digits}f}{unit}"
     return shown if low is None or pd.isna(low) else f"{shown} [{low:.{digits}f}, {high:.{digits}f}]"
 
 # %% ../nbs/32_tables.ipynb #5d5c8bd8
@@ -229,11 +233,6 @@ def reading(gains, column="arm", words=("better", "worse"), unit=" points", digi
         said = f"{shown}{unit} {basis(row)}: {verdict(*_corrected_ends(row), words)}."
         lines.append(f"- **{row[column]}** against {row['against']}, {where}: {said}")
     return "\n".join(lines)
-
-# %% ../nbs/32_tables.ipynb #4f1be998
-def bullets(frame, template):
-    "A markdown list, an item for each row of a DataFrame. template: '**{arm}**: {value:.2f}', of its columns."
-    return "\n".join(f"- {template.format(**row, basis=basis(row))}" for row in frame.to_dict("records"))
 
 # %% ../nbs/32_tables.ipynb #ea74f35c
 def headline(preset, seeds):
@@ -323,17 +322,20 @@ def as_markdown(shown):
 
 def _blanked(lines, groups):
     "Lines without those of their first labels that the line above has too. groups: how many labels may be left out."
-    above = [[None]] + lines[:-1]
+    above = [[None], *lines][:len(lines)]
     return [["" if i < groups and line[:i + 1] == last[:i + 1] else cell for i, cell in enumerate(line)]
             for line, last in zip(lines, above, strict=True)]
 
 # %% ../nbs/32_tables.ipynb #8a7a5acc
-def on_lines(summary, lines, weights):
-    """The part of a summary that is on lines, with the columns recipe (the line's name) and λ_s.
+def on_lines(rows, lines, weights):
+    """The rows that are on lines, with the columns recipe (the line's name) and λ_s.
 
+    rows: as in `summarise`
     lines: dict name -> its arms in order
     weights: dict arm -> λ_s
     """
-    parts = [pick(summary, arm=arm).assign(recipe=name, λ_s=weights[arm])
-             for name, arms in lines.items() for arm in arms]
-    return pd.concat(parts, ignore_index=True)
+    placed = [row | dict(recipe=name, λ_s=weights[arm])
+              for name, arms in lines.items() for arm in arms for row in pick(rows, arm=arm)]
+    swept = sorted({weights[arm] for arms in lines.values() for arm in arms})
+    return placed + [row | dict(recipe=row["arm"], λ_s=weight)
+                     for row in rows if row["seed"] is None for weight in swept]

@@ -166,9 +166,8 @@ def encode_texts(model, tokens, normalize=False, read_pads=True):
 # %% ../nbs/05_towers.ipynb #710a9a78
 def is_own_block(block):
     "Whether a block computes just what `run_block` does."
-    attn = block.attn
-    plain = type(block) is ResidualAttentionBlock and type(attn) is nn.MultiheadAttention
-    return plain and attn.in_proj_bias is not None and attn.bias_k is None and not attn.dropout
+    if type(block) is not ResidualAttentionBlock or type(block.attn) is not nn.MultiheadAttention: return False
+    return block.attn.in_proj_bias is not None and block.attn.bias_k is None and not block.attn.dropout
 
 def has_hooks(module):
     "Whether anybody listens to a module's calls."
@@ -372,17 +371,16 @@ def heads(x, n_heads): return x.unflatten(-1, (n_heads, -1)).transpose(1, 2)   #
 def merge_heads(x): return x.transpose(1, 2).flatten(2)
 
 # %% ../nbs/05_towers.ipynb #31bce763
-def freeze_positions(model, optimizer, keep=None):
-    """Hold the first rows of the position table as they are, while the others train.
+def freeze_positions(model, optimizer):
+    """Hold the first `model.keep` rows of the position table as they are, while the others train.
 
     They get a gradient of zero, and every `optimizer.step()` leaves them bit-equal, weight decay included.
     model: may be wrapped by DDP; call this after wrapping, loading or moving it
-    keep: rows that stay; None is `model.keep`
     Returns the hook handles; `handle.remove()` on each lets the rows go again.
     """
     model = getattr(model, "module", model)
     table = text_tower(model).positional_embedding
-    keep, saved = model.keep if keep is None else keep, []
+    keep, saved = model.keep, []
 
     def without_gradient(grad):
         grad = grad.clone()

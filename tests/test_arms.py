@@ -1,17 +1,23 @@
 """Arms: the plan of an experiment, one loop that trains and asks, and the answers as rows."""
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from debias_clip import arms as arms_module
-from debias_clip.arms import arms_of, measure_arms, planned_models, protocol_cards, trained_arms
+from debias_clip.arms import arms_of, load_arm, measure_arms, planned_models, protocol_cards, trainable, trained_arms
 from debias_clip.arms import test_records as records_of
 from debias_clip.config import RunOptions, arm_config, model_key, read_config
 from debias_clip.core import read_yaml
-from debias_clip.measures import score
+from debias_clip.measures import claim_rows, score
 from debias_clip.pairs import Normalize
 from debias_clip.preset import notebook_defaults
+from debias_clip.tables import differences, pick, summarise
+from debias_clip.tokens import get_tokenizer
 
 REPO = Path(__file__).parents[1]
 TRANSFORM = Normalize((.5, .5, .5), (.25, .25, .25))
@@ -169,6 +175,70 @@ def test_cards_are_of_each_backbone_and_test_set():
     cards = protocol_cards(TESTS, EXPERIMENT | dict(backbones={"scenes-clip": {}, "scenes-siglip": {}}))
     assert list(cards) == ["scenes-clip, own", "scenes-siglip, own"] and cards["scenes-clip, own"]["texts"] == 20
     assert list(protocol_cards(TESTS, EXPERIMENT)) == ["own"]
+
+
+# ---- the ideal reader
+
+class Reader(nn.Module):
+    "Stands in for the ideal reader: features without sense, by no transformer."
+    context_length = 88
+    visual = SimpleNamespace(preprocess_cfg=dict(mean=(0., 0., 0.), std=(1., 1., 1.)))
+
+    def __init__(self):
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(1))
+
+    def encode_image(self, images): return images.float().flatten(1)[:, :4] + 1
+    def encode_text(self, rows, normalize=False): return rows.float()[:, 1:5]
+
+
+@pytest.fixture
+def ideal(monkeypatch):
+    "The module that has the ideal reader; counts how often it is loaded."
+    loads = []
+    def load_ideal():
+        loads.append(1)
+        return Reader().eval(), None, get_tokenizer("scenes-clip", 88)
+    monkeypatch.setitem(sys.modules, "debias_clip.ideal", SimpleNamespace(load_ideal=load_ideal))
+    return loads
+
+
+WITH_IDEAL = EXPERIMENT | dict(arms={"ideal reader": "ideal"} | ARMS)
+
+def test_the_ideal_reader_is_asked_once_and_never_trained():
+    assert planned_models(WITH_IDEAL) == planned_models(EXPERIMENT) and arms_of(WITH_IDEAL) == arms_of(EXPERIMENT)
+    asked = [arm for arm in arms_of(WITH_IDEAL, ideal=True) if arm.arm == "ideal reader"]
+    assert [(arm.label, arm.labels) for arm in asked] == [("ideal reader", dict(arm="ideal reader", seed=None))]
+    assert trainable(WITH_IDEAL["arms"]) == list(ARMS)
+    two = WITH_IDEAL | dict(arms={"ideal reader": "ideal"}, backbones={"scenes-clip": {}, "scenes-siglip": {}})
+    assert sum(arm.arm == "ideal reader" for arm in arms_of(two, ideal=True)) == 2
+
+
+def test_the_ideal_reader_is_loaded_and_not_trained(ideal):
+    arm = arms_of(WITH_IDEAL, ideal=True)[0]
+    (model, transform, tok), key = load_arm(arm, "nowhere")
+    assert isinstance(model, Reader) and transform is None and key is None and tok.context_length == 88
+
+
+def test_a_misspelt_ideal_is_named():
+    with pytest.raises(ValueError, match="arm best: there is no kind of arm 'ideel'; did you mean ideal"):
+        arms_of(EXPERIMENT | dict(arms={"best": "ideel"}))
+
+
+def test_the_ideal_reader_stands_beside_arms_of_several_seeds(measured, ideal):
+    "One row of it and two of each arm: all are summarised, and only the arms are compared."
+    rows, keys = measure_arms(claim_rows, WITH_IDEAL, TESTS, str(measured[2]))
+    assert ideal == [1] and keys == measured[1]
+    assert [r["seed"] for r in pick(rows, arm="ideal reader", what="text", text="whole caption")] == [None, None]
+    texts = pick(rows, what="text")
+    summary = summarise(texts, ["test", "text", "arm", "direction"])
+    of_ideal = pick(summary, arm="ideal reader")
+    assert (of_ideal.seeds == 0).all() and (of_ideal.interval == "over images").all() and of_ideal.low.notna().all()
+    assert set(pick(summary, arm="pre-trained").seeds) == {2}
+    gains = differences(texts, "pre-trained", ["test", "text", "direction"])
+    assert set(gains.arm) == set(ARMS) - {"pre-trained"} and np.isfinite(gains.p_holm).all()
+    without, _ = measure_arms(claim_rows, WITH_IDEAL, TESTS, str(measured[2]), ideal=False)
+    assert "ideal reader" not in {r["arm"] for r in without}
 
 
 # ---- the presets

@@ -150,11 +150,9 @@ def test_averages_by_hand():
     assert (
         position.position.tolist() == [1, 2, 3, 4]
         and np.allclose(position.value, [2.5, 0.5, 0.5, 0.5])
-        and np.allclose(position.weight, [0.25, 0.05, 0.05, 0.05])
     )
     assert (
         sentence.sentence.tolist() == [1, 2]
-        and np.allclose(sentence.share, [87.5, 12.5])
         and np.allclose(sentence.value, [7 / 6, 0.5])
         and (sentence.n == 2).all()
     )
@@ -164,7 +162,7 @@ def test_averages_by_hand():
 
 
 def slowly(read, layer):
-    "The averages caption by caption: {position: values}, {sentence: (relative, share)}, centres, {kind: percent}."
+    "The averages caption by caption: {position: values}, {sentence: values}, centres, {kind: percent}."
     positions, sentences, centres, kinds = {}, {}, [], {k: [] for k in ("start", "words", "end", "pads")}
     for w, part in zip(read.weights[:, layer].double().tolist(), read.part.tolist(), strict=False):
         words = [(x, s) for x, s in zip(w, part, strict=False) if s >= 0]
@@ -173,9 +171,7 @@ def slowly(read, layer):
             positions.setdefault(k + 1, []).append(x * len(words) / total)
         for s in {s for _, s in words}:
             mine = [x for x, t in words if t == s]
-            sentences.setdefault(s + 1, []).append(
-                (sum(mine) / len(mine) * len(words) / total, 100 * sum(mine) / total)
-            )
+            sentences.setdefault(s + 1, []).append(sum(mine) / len(mine) * len(words) / total)
         if len(words) > 1:
             centres.append(sum(x * k for k, (x, _) in enumerate(words)) / total / (len(words) - 1))
         for name, code in (("start", START), ("end", END), ("pads", PAD)):
@@ -200,7 +196,7 @@ def test_averages_are_those_of_a_loop(tower, layer):
     } and np.allclose(position.value, [np.mean(positions[p]) for p in position.position])
     often = {s: len(v) for s, v in sentences.items() if len(v) >= 3}
     assert dict(zip(sentence.sentence, sentence.n, strict=False)) == often
-    assert np.allclose(sentence[["value", "share"]], [np.mean(sentences[s], 0) for s in sentence.sentence])
+    assert np.allclose(sentence.value, [np.mean(sentences[s]) for s in sentence.sentence])
     assert np.isclose(layers.centre, np.mean(centres)) and all(
         np.isclose(layers[k], np.mean(v), atol=1e-4) for k, v in kinds.items()
     )

@@ -13,16 +13,8 @@ import pytest
 from files import pictures, sharegpt4v_record, write_csv, write_json, write_lines, write_sharegpt4v
 
 from debias_clip import benchmarks, readers, scenes
-from debias_clip.benchmarks import (
-    DATASETS,
-    data_digest,
-    data_set,
-    is_own,
-    load_records,
-    open_data,
-    samples,
-    wrong_data,
-)
+from debias_clip.benchmarks import data_digest, is_own, load_records, open_data, samples, wrong_data
+from debias_clip.datasets import DATASETS, DataSet, data_set
 from debias_clip.records import Records, select
 
 def load(name, root, **options):
@@ -266,7 +258,7 @@ def test_a_new_data_set_is_a_function_and_a_row(tmp_path, monkeypatch):
     def two_lines(root, note):
         for n, line in enumerate(readers.find(root, "x.txt").read_text().splitlines()):
             yield readers.Sample(f"x.txt line {n + 1}", Path(root)/f"{n}.png", [line])
-    monkeypatch.setitem(DATASETS, "mine", benchmarks.DataSet(two_lines, "mine", "all", 2, 2))
+    monkeypatch.setitem(DATASETS, "mine", DataSet(two_lines, "mine", "all", 2, 2))
     (pictures(tmp_path, "0.png", "1.png")/"x.txt").write_text("A dog. It runs.\n\n")
     assert faults("mine", tmp_path) == ["x.txt line 2: the caption is empty; fill it or leave the sample out"]
     (tmp_path/"x.txt").write_text("A dog. It runs.\nA cat.\n")

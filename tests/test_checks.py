@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from layouts import LAYOUTS, FlickrToken, ShareGpt4v, Urban1k, made_up_caption, write_lines
 from PIL import Image
 
-from debias_clip.benchmarks import DATASETS, is_own, load_records
+from debias_clip.benchmarks import is_own, load_records
 from debias_clip.captions import DEBIAS, NO_SUMMARY, RECIPES, split_sentences
 from debias_clip.checks import KINDS, check_data, show_samples
+from debias_clip.datasets import DATASETS
 from debias_clip.pairs import PairDataset
 from debias_clip.readers import read_records
 from debias_clip.records import Records, load_image
@@ -42,7 +43,7 @@ def make(tmp_path, monkeypatch):
 def checked(layout, **more):
     "Writes a copy's captions and checks it."
     layout.write()
-    return check_data(layout.name, layout.home, **{"threads": 2, **more})
+    return check_data(layout.name, layout.home, **more)
 
 
 def found(report): return {kind: len(items) for kind, items in report.findings.items() if items}
@@ -273,7 +274,7 @@ def test_real_captions_and_photographs(tmp_path):
 def test_missing_pictures_are_grouped_by_folder_and_may_be_allowed(make):
     layout = make("sharegpt4v-val", 30)
     for i in (*range(0, 30, 3), 1, 2): layout.path(layout.rows[i]).unlink()
-    pattern = (r"FAULT missing images +12\n +10 in data/sam/images \(sa_0.jpg, sa_3.jpg, sa_6.jpg, …\)\n"
+    pattern = (r"FAULT missing images +12\n +10 in data/sam/images \(sa_0.jpg, sa_3.jpg, sa_6.jpg …\)\n"
                r" +1 in data/\S+ \(1.jpg\)\n +1 in data/llava/llava_pretrain \(2.jpg\)")
     summary = checked(layout).summary()
     assert re.search(pattern, summary), summary

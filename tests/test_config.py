@@ -273,7 +273,7 @@ def test_reworded_messages_and_new_data_sets_change_no_key(tmp_path):
     for name in ("train", "config", "pairs", "records", "losses"):
         file = tmp_path/"debias_clip"/f"{name}.py"
         file.write_text(file.read_text().replace("must be", "ought to be"))
-    with open(tmp_path/"debias_clip"/"benchmarks.py", "a") as f: f.write("\nDATASETS['mine'] = DATASETS['docci']\n")
+    with open(tmp_path/"debias_clip"/"datasets.py", "a") as f: f.write("\nDATASETS['mine'] = DATASETS['docci']\n")
     ask = ("from debias_clip.config import *; import debias_clip; print(debias_clip.__file__, model_key(TrainConfig("
            "data='scenes', backbone='scenes-clip', keep=8)))")
     run = subprocess.run([sys.executable, "-c", ask], cwd=tmp_path, capture_output=True, text=True, check=True,

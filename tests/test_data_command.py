@@ -9,7 +9,7 @@ from test_downloads import published, serve, server
 from typer.testing import CliRunner
 
 from debias_clip import cli, downloads
-from debias_clip.benchmarks import DATASETS
+from debias_clip.datasets import DATASETS
 from debias_clip.downloads import data_table
 
 __all__ = ["server"]   # a fixture

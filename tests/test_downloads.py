@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from layouts import LAYOUTS
 
 from debias_clip import downloads
-from debias_clip.benchmarks import DATASETS, load_records
+from debias_clip.benchmarks import load_records
 from debias_clip.checks import check_data
+from debias_clip.datasets import DATASETS
 from debias_clip.downloads import data_table, fetch, files_of, get_data, protocols_of, unpack
 
 BODY = bytes(np.random.default_rng(0).integers(0, 256, 300_000, dtype=np.uint8))

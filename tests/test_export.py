@@ -25,15 +25,9 @@ from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
 from tiny import registered
 
-from debias_clip import checkpoints, export
-from debias_clip.export import (
-    convert,
-    differences,
-    hugging_face_tokenizer,
-    to_diffusers,
-    to_hugging_face,
-    to_open_clip,
-)
+from debias_clip import checkpoints, conversion, export, pipelines
+from debias_clip.conversion import convert, differences, hugging_face_tokenizer
+from debias_clip.export import to_diffusers, to_hugging_face, to_open_clip
 from debias_clip.families import ASSETS
 from debias_clip.models import (
     create_model,
@@ -460,7 +454,7 @@ def test_a_tokeniser_with_unknown_steps_is_refused(siglip, siglip_pieces, monkey
     fast = hugging_face_tokenizer(tok)
     assert isinstance(fast, PreTrainedTokenizerFast)
     fast.backend_tokenizer.normalizer = normalizers.Replace("circle", "house")
-    monkeypatch.setattr(export, "fast_tokenizer", lambda words, **options: fast)
+    monkeypatch.setattr(conversion, "fast_tokenizer", lambda words, **options: fast)
     with pytest.raises(ValueError, match="A small red circle"): hugging_face_tokenizer(tok)
 
 
@@ -738,4 +732,4 @@ def test_without_the_extra(clip, words, tmp_path, monkeypatch):
     assert is_empty(tmp_path) and pipe.tokenizer.model_max_length == 77
     to_open_clip(clip, tmp_path/"out")
     of_the_extra = {"transformers", "tokenizers", "diffusers", "sentence_transformers", "timm"}
-    assert not imported(export.__file__) & of_the_extra
+    for module in (conversion, export, pipelines): assert not imported(module.__file__) & of_the_extra

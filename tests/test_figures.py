@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from matplotlib import pyplot as plt
 
-from debias_clip.figures import counted_panels, curves, dots, plane
+from debias_clip.figures import LOOKS, counted_panels, curves, dots, looks, plane
 
 @pytest.fixture(autouse=True)
 def closed():
@@ -29,19 +29,43 @@ SCORES = pd.DataFrame([dict(arm=a, test=t, text=x, value=v, low=v - 3, high=v + 
                        for t in ("own", "other") for x in ("whole caption", "short")])
 
 
+def points(ax): return [c.lines[0].get_xdata().tolist() for c in ax.containers]
+
+
 def test_dots_stand_where_the_numbers_are(tmp_path):
+    "A line of panels for each test set, a panel for each text; an arm has its place and its colour in all."
     fig = dots(SCORES, str(tmp_path), "fig", zero=True)
     assert (tmp_path/"fig.png").stat().st_size > 3000
-    assert [t.get_text() for t in fig.axes[0].get_yticklabels()] == ["b", "a"] and legend(fig) == ["own", "other"]
-    points = [c.lines[0].get_xdata().tolist() for c in fig.axes[1].containers]
-    assert points == [[40, 45], [40, 45]] and fig.axes[0].get_ylim() == (1.5, -.5)
-    spans = [s[:, 0].tolist() for s in fig.axes[0].containers[0].lines[2][0].get_segments()]
-    assert spans == [[37, 43], [42, 48]]
+    assert [ax.get_title() for ax in fig.axes] == [f"{t}: {x}" for t in ("own", "other")
+                                                   for x in ("whole caption", "short")]
+    assert [t.get_text() for t in fig.axes[0].get_yticklabels()] == ["b", "a"] and fig.axes[0].get_ylim() == (1.5, -.5)
+    assert all(points(ax) == [[40], [45]] for ax in fig.axes)
+    assert [c.lines[0].get_ydata().tolist() for c in fig.axes[0].containers] == [[0], [1]]
+    spans = [c.lines[2][0].get_segments()[0][:, 0].tolist() for c in fig.axes[0].containers]
+    assert spans == [[37, 43], [42, 48]] and len({ax.get_xlim() for ax in fig.axes}) == 1
+    assert len({tuple(c.lines[0].get_color() for c in ax.containers) for ax in fig.axes}) == 1
 
 
 def test_dots_without_intervals():
     fig = dots(SCORES.assign(low=None, high=None).query("test == 'own'"))
-    assert not fig.legends and not fig.axes[0].containers[0].has_xerr
+    assert [ax.get_title() for ax in fig.axes] == ["whole caption", "short"]
+    assert not fig.axes[0].containers[0].has_xerr
+
+
+def test_an_arm_looks_the_same_everywhere():
+    names = ["DeBias recipe", "one detail", "Long-CLIP recipe"]
+    assert looks(pd.DataFrame(dict(arm=names)), "arm")["DeBias recipe"] == looks(
+        pd.DataFrame(dict(arm=names[::-1])), "arm")["DeBias recipe"]
+    colours = [LOOKS[name][0] for name in ("pre-trained", "Long-CLIP recipe", "DeBias recipe")]
+    assert len(set(colours)) == 3 and LOOKS["DeBias recipe"] == LOOKS["+ prefix padding"]       # one model
+
+
+def test_the_ideal_reader_is_a_line_through_each_panel():
+    ideal = SCORES.query("arm == 'a'").assign(arm="ideal reader", value=99., low=98., high=100., seeds=0)
+    fig = dots(pd.concat([SCORES.assign(seeds=5), ideal]))
+    for ax in fig.axes:
+        dashed, = [line for line in ax.lines if line.get_linestyle() == "--"]
+        assert set(dashed.get_xdata()) == {99} and points(ax) == [[40], [45], [99]]
 
 
 # ---- curves
@@ -68,6 +92,12 @@ def test_an_axis_of_texts_keeps_their_order():
 
 def test_a_line_goes_from_left_to_right():
     assert curves(PADS.iloc[::-1]).axes[0].lines[0].get_xdata().tolist() == [0, 5, 20]
+
+
+def test_bands_end_at_what_is_possible():
+    bands = [c.get_paths()[0].vertices[:, 1] for limits in ((None, None), (0, 15))
+             for c in curves(PADS.query("test == 'own' and arm == 'one'"), limits=limits).axes[0].collections]
+    assert (bands[0].min(), bands[0].max()) == (-1, 21) and (bands[1].min(), bands[1].max()) == (0, 15)
 
 
 def test_panels_go_on_in_a_second_line():
@@ -123,3 +153,18 @@ def test_gains_start_at_the_origin(tmp_path):
     with pytest.raises(ValueError, match="no 'short' of 'zero' on 'A'"): plane(gains, ARMS, WEIGHTS, PLANES)
     with pytest.raises(ValueError, match="no 'short' of 'one' on 'C'"):
         plane(PLANE, {"x": ["one"]}, WEIGHTS, {"C": [["C", "short"], ["A", "short"]]})
+
+
+# ---- the ideal reader
+
+def test_what_has_no_seed_is_a_dashed_line_with_its_band():
+    ideal = PADS.assign(arm="ideal reader", value=99., low=98., high=100., seeds=0).drop_duplicates(["test", "x"])
+    fig = curves(pd.concat([PADS.assign(seeds=5), ideal]))
+    looks = {line.get_label(): (line.get_linestyle(), line.get_marker()) for line in fig.axes[0].lines}
+    assert looks == {"one": ("-", "o"), "two": ("-", "s"), "ideal reader": ("--", "None")}
+    assert len(fig.axes[0].collections) == 3
+    shown = {h.get_label(): h.get_linestyle() for h in fig.legends[0].legend_handles}
+    assert shown == {"one": "-", "two": "-", "ideal reader": "--"}
+
+
+def test_no_differences_are_no_figure(): assert dots(SCORES.iloc[:0]) is None

@@ -18,29 +18,22 @@ from torch import nn
 os.environ |= dict(HF_HUB_OFFLINE="1")
 from debias_clip import generation
 from debias_clip.config import arm_config, model_key
-from debias_clip.export import to_diffusers
 from debias_clip.families import SIGLIP
-from debias_clip.generation import (
-    OWN,
+from debias_clip.generation import OWN, ask_arms, embed, encoders, generate, load_pipeline, place_costs
+from debias_clip.models import create_model, create_model_and_transforms, save_checkpoint
+from debias_clip.pipelines import random_pipeline, to_diffusers
+from debias_clip.preset import notebook_cells
+from debias_clip.questions import (
     Question,
-    ask_arms,
     asked_pictures,
-    embed,
-    encoders,
-    generate,
-    load_pipeline,
     photographs,
-    place_costs,
     questions_of,
-    random_pipeline,
     recognised,
     scene_questions,
     second_model,
     seen,
     sees,
 )
-from debias_clip.models import create_model, create_model_and_transforms, save_checkpoint
-from debias_clip.preset import notebook_cells
 from debias_clip.scenes import CELL, COLOURS, RGB, SHAPES
 from debias_clip.tables import reading
 from debias_clip.tokens import get_tokenizer

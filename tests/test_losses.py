@@ -130,7 +130,7 @@ def test_closed_gaps_are_clamped(kind, dtype):
 def test_pca_names_what_is_wrong():
     x = unit(40)
     x[3, 0], x[17, 5] = math.nan, -math.inf
-    with pytest.raises(NonFiniteFeatures, match=r'samples \[3, 17\]') as e: pca_approximation(x, 8)
+    with pytest.raises(NonFiniteFeatures, match=r'samples 3, 17') as e: pca_approximation(x, 8)
     assert e.value.rows == {0: [3, 17]} and isinstance(e.value, ValueError)
     for n in (0, 1, 8):
         with pytest.raises(ValueError, match=r'at least 8 \+ 1 = 9 samples.*rank at most B - 1'):
@@ -213,7 +213,7 @@ def test_features_that_do_not_belong_together():
         with pytest.raises(ValueError, match='one shape'): loss(*bad, 1.)
     spoilt = unit(8)
     spoilt[5] = math.nan
-    with pytest.raises(NonFiniteFeatures, match=r'short features of samples \[5\]') as e:
+    with pytest.raises(NonFiniteFeatures, match=r'short features of samples 5') as e:
         loss(unit(8), unit(8), spoilt, 1.)
     assert e.value.rows == {0: [5]}
 
@@ -363,7 +363,7 @@ def test_all_ranks_stop_alike_and_go_on(ranks, world):
     for name in ('unequal', 'nan', 'few', 'uneven'): assert len({f[name][0] for f in faults}) == 1
     first = faults[0]
     assert f'{[12, 13, 12, 12][:world]} samples' in first['unequal'][0]
-    assert 'NonFiniteFeatures' in first['nan'][0] and 'rank 1: long features of samples [5]' in first['nan'][0]
+    assert 'NonFiniteFeatures' in first['nan'][0] and 'rank 1: long features of samples 5' in first['nan'][0]
     assert 'at least 8 + 1 = 9' in first['few'][0]
     assert f'groups of 10 samples do not fit {world} batches of 12' in first['uneven'][0]
     for f in faults: assert f['nan'][1] == {1: [5]} and f['after'].isfinite() and f['together'].isfinite()

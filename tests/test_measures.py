@@ -8,6 +8,7 @@ from debias_clip import measures
 from debias_clip.attention import by_sentence, read_captions
 from debias_clip.measures import (
     attention_rows,
+    claim_rows,
     embedding_rows,
     matrix_rows,
     order_rows,
@@ -47,6 +48,59 @@ def test_push_rows(asked):
     for r in rows:
         assert r["left_out"] == left_out and len(r["scores"]) == r["n"]
         assert np.isclose(r["scores"].mean(), r["value"]) and r["low"] <= r["value"] <= r["high"]
+
+
+def test_words_alone_can_push(asked):
+    words = push_rows(*asked, copies=(0, 2), kinds=("words",))
+    assert [r["value"] for r in words] == [r["value"] for r in pick(push_rows(*asked, copies=(0, 2)), by="words")]
+
+
+def values(rows, *names): return {(*(r[n] for n in names), r["direction"]): r["value"] for r in rows}
+
+
+def test_the_main_experiment_asks_what_its_parts_ask(asked, monkeypatch):
+    "One encoding of the pictures, and the numbers of `score` and `push_rows`."
+    encoded, encode = [], measures.encode_images
+    monkeypatch.setattr(measures, "encode_images", lambda *a, **k: encoded.append(1) or encode(*a, **k))
+    rows = claim_rows(*asked, copies=(0, 2))
+    assert encoded == [1]
+    scored = score(*asked, orders=("full", "move", "remove", "first"))
+    pushed = pick(push_rows(*asked, copies=(0, 2)), by="words")
+    text, farthest = pick(rows, what="text"), max(r["tokens"] for r in pushed)
+    moved = ["move", "remove", "first sentence", "short"]
+    assert values(pick(text, text=moved), "text") == values(pick(scored, text=moved), "text")
+    assert values(pick(text, text="whole caption"), "text") == values(score(*asked, short=False), "text")
+    behind = f"behind {farthest} tokens"
+    assert values(pick(text, text=behind), "tokens") == values(pick(pushed, tokens=farthest), "tokens")
+    assert list(dict.fromkeys(r["text"] for r in text)) == [
+        "whole caption", "move", "remove", "first sentence", "short", behind]
+    assert values(pick(rows, what="order"), "text") == values(pick(scored, text=[
+        "whole caption", "move", "remove", "first sentence"]), "text")
+    assert values(pick(rows, what="filler"), "tokens") == values(pushed, "tokens")
+
+
+def test_the_whole_caption_is_scored_for_every_image(asked):
+    "Also of those that are too short for Move, which are not among the captions that orders are compared on."
+    model, transform, tok, world = asked
+    some = Records("some short", world.images, [c if i % 4 else c[:2] for i, c in enumerate(world.captions)],
+                   world.short)
+    rows = pick(claim_rows(model, transform, tok, some, copies=(0, 1)), direction="t2i")
+    long = sum(len(c) >= 4 for c in some.captions)
+    counts = {r["text"]: (r["n"], r["left_out"]) for r in pick(rows, what="text")}
+    assert counts["whole caption"] == (40, 0) and counts["short"] == (sum(map(len, world.short)), 0)
+    assert {counts[text] for text in ("move", "remove", "first sentence")} == {(long, 40 - long)} and 1 < long <= 30
+    assert {r["n"] for r in pick(rows, what="order")} == {long}
+
+
+def test_captions_of_one_sentence_are_asked_what_they_can_be(asked):
+    "As COCO's: no order to change, nothing to push back, and both are said."
+    model, transform, tok, world = asked
+    one = Records("one-liners", world.images, [list(c[:1]) for c in world.captions], world.short)
+    with pytest.warns(UserWarning) as said: rows = claim_rows(model, transform, tok, one)
+    assert [str(w.message).split(",")[0] for w in said] == [
+        "one-liners: too few sentences for move", "one-liners: nothing is pushed back"]
+    assert {r["text"] for r in pick(rows, what="text")} == {"whole caption", "first sentence", "short"}
+    assert not pick(rows, what="filler")
 
 
 def test_pair_rows(asked):

@@ -150,7 +150,6 @@ def test_drops_by_hand():
     assert (table.n == 8).all() and (table.left_out == 3).all()
     move = table.loc["t2i", "move"]
     assert 0 < move.drop_low < 50 < move.drop_high < 100
-    assert drops(by_order, k=2).recall.tolist()[1] == 75
 
 
 def test_the_base_loses_nothing(tower, world):
@@ -234,7 +233,6 @@ def test_shuffle_hits_by_hand():
     hits = shuffle_hits(by_change)["t2i"]
     assert np.allclose(hits["mean"], [1, 2/3, 2/3, 0])
     assert hits["worst"].tolist() == [True, False, False, False] and hits["best"].tolist() == [True, True, True, False]
-    assert shuffle_hits(by_change, k=4)["t2i"]["worst"].tolist() == [True, True, True, False]
     tensors = {change: {d: torch.as_tensor(r[d]) for d in r} for change, r in by_change.items()}
     assert shuffle_hits(tensors)["t2i"]["best"].tolist() == [True, True, True, False]
 

@@ -21,7 +21,6 @@ from debias_clip.page import page_values, report_page, write_report
 from debias_clip.records import Records
 from debias_clip.shortsight import shortsight, shortsight_difference
 
-
 @pytest.fixture(scope="module")
 def flat(): return diagnosed.diagnosis("flat")
 

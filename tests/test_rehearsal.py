@@ -8,8 +8,9 @@ import pytest
 from layouts import HELD_OUT, made_up_caption, write_data
 from rehearsal import SMALL, data_of, rehearse, small_parameters, weights_of, write_tokenizer
 
-from debias_clip.benchmarks import DATASETS, load_records
+from debias_clip.benchmarks import load_records
 from debias_clip.checks import check_data
+from debias_clip.datasets import DATASETS
 from debias_clip.families import model_config
 from debias_clip.records import load_image
 from debias_clip.tokens import get_tokenizer
@@ -114,7 +115,7 @@ def test_the_papers_preset_is_rehearsed():
     printed = rehearsed("paper-b16", "main_table", "permutation", "backbones")
     assert "[3/3] backbones" in printed
     for test in ("Urban1k", "DCI", "Long-DCI", "DOCCI", "COCO", "Flickr30k"):
-        assert re.search(rf"^ *{test} +whole caption +DeBias recipe", printed, re.M), test
+        assert re.search(rf"^ *{test} +DeBias recipe +\d", printed, re.M), test
 
 
 @pytest.mark.slow

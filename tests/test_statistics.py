@@ -177,6 +177,8 @@ def test_bootstrapped_intervals_and_p_values_agree(shift):
     for level in (.5, .9, .95, .99, .995, 1 - p, 1 - p - 1e-6):
         low, high = bootstrap_interval(means, level)
         assert (low > 0 or high < 0) == (p <= 1 - level + 1e-12)
+    ones = bootstrapped_means(np.ones(9), n_boot=99)
+    assert bootstrap_interval(ones, .98) == (1, 1) and bootstrap_interval(ones, .981) == (0, 1)    # p is 2/100 at least
     assert bootstrap_p(bootstrapped_means(np.zeros(9))) == 1
     assert bootstrap_p(bootstrapped_means(np.ones(9), n_boot=999)) == 2/1000
 

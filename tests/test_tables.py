@@ -15,13 +15,13 @@ from debias_clip.tables import (
     PAPER_DROPS,
     as_markdown,
     as_rows,
-    bullets,
     clear,
     corrected,
     differences,
     gain_rows,
     loss_rows,
     number,
+    on_lines,
     pick,
     reading,
     step_differences,
@@ -162,6 +162,14 @@ def test_a_difference_is_clear_where_its_corrected_interval_leaves_out_zero(seed
     assert (gains.holm_low <= gains.low).all() and (gains.holm_high >= gains.high).all()
 
 
+def test_what_rounding_leaves_of_nothing_is_no_difference():
+    "Losses of .3 − .2 and of .1 − 0 are equal, though not as floats."
+    made = [row(arm, s, v, text=text) for s in range(3) for arm, text, v in
+            (("a", "whole", .3), ("a", "move", .2), ("b", "whole", .1), ("b", "move", 0.))]
+    more = differences(loss_rows(made, "whole", ["arm"], column="text"), "a", ["text"]).iloc[0]
+    assert (.3 - .2) - .1 != 0 and (more.value, more.p) == (0, 1) and not clear(more)
+
+
 def test_columns_can_be_families_of_their_own():
     made = [r | dict(direction=d) for d in ("t2i", "i2t") for r in family(4)]
     apart = differences(made, "a", ["test", "direction"], family=["direction"])
@@ -219,11 +227,6 @@ def test_a_difference_is_read_as_it_came_out(low, high, said):
     assert "nan" not in line
 
 
-def test_bullets_fill_a_template_for_each_row():
-    frame = summarise(rows_of({("a", 0): 50., ("b", 0): 60.}), ["arm"])
-    assert bullets(frame, "{arm} {value:.0f} {basis}") == "- a 50 over images\n- b 60 over images"
-
-
 # ---- tables
 
 def test_tables_keep_order():
@@ -251,6 +254,12 @@ def test_markdown_leaves_out_what_the_row_above_has():
                       ("y", "u", "a"), ("", "", "b"), ("", "v", "a"), ("", "", "b")]
 
 
+def test_a_table_of_nothing_is_its_head():
+    "Of arms that were not there to be compared."
+    gains = differences([row("a", 0, 1.)], "a", ["test", "text"])
+    assert as_markdown(table(gains, ["test", "arm"], columns="text")).splitlines()[0].startswith("| test | arm |")
+
+
 def test_the_papers_numbers_are_a_table_of_their_own():
     assert PAPER.table().loc[("DeBias recipe", "short")].tolist() == ["43.0 / 61.3 (COCO)"]
     assert PAPER_ABLATION.table().index.names == ["arm"] and len(PAPER_DROPS.table()) == 4
@@ -274,6 +283,16 @@ def test_counts_stand_beside_the_row():
     summary = summarise(rows, ["arm", "text"])
     shown = with_counts(table(summary, ["arm"], columns="text"), summary)
     assert shown[["n", "left out", "cut"]].values.tolist() == [[100, 2, 5]]
+
+
+def test_arms_lie_on_lines():
+    made = [*rows_of({("zero", 0): 1., ("a", 0): 2., ("b", 0): 3., ("c", 0): 4.}), row("a", 1, 5.)]
+    lines = {"one": ["zero", "a"], "two": ["zero", "b"]}
+    found = on_lines(made, lines, dict(zero=0., a=.1, b=.5))
+    assert [(r["recipe"], r["λ_s"], r["value"]) for r in found] == [
+        ("one", 0, 1), ("one", .1, 2), ("one", .1, 5), ("two", 0, 1), ("two", .5, 3)]
+    ideal = on_lines([row("ideal reader", None, 99.)], lines, dict(zero=0., a=.1, b=.5))
+    assert [(r["recipe"], r["λ_s"]) for r in ideal] == [("ideal reader", w) for w in (0, .1, .5)]
 
 
 def test_rows_are_picked_and_kept():

@@ -36,14 +36,16 @@ from training_runs import (
 
 import debias_clip.train as trainer
 from debias_clip import progress, resume
+from debias_clip import step as one_step
 from debias_clip.captions import PIECES, Recipe, piece
 from debias_clip.config import TRAINING_VERSION, RunOptions, TrainConfig, Watch, model_key
 from debias_clip.losses import NonFiniteFeatures
 from debias_clip.models import create_model, load_checkpoint, save_checkpoint
 from debias_clip.pairs import GlobalBatches
 from debias_clip.resume import Stopped, last_checkpoint
+from debias_clip.step import Step, Towers, loss_of, lr_at, step_seed
 from debias_clip.tokens import get_tokenizer
-from debias_clip.train import build_model, lr_at, run_files, starting_model, train, training_pairs, training_records
+from debias_clip.train import build_model, run_files, starting_model, train, training_pairs, training_records
 
 pytest_plugins = ["training_fixtures"]
 
@@ -225,11 +227,11 @@ def test_the_loss_is_differentiated_in_float32(options, arm):
         for k, view in enumerate(views[:4]):
             features[k] = view.detach().double()
             view.register_hook(lambda g, k=k: gradients.update({k: g.double()}))
-    step = trainer.Step(config, model, options, 9)
+    step = Step(config, model, options, 9)
     step.towers.register_forward_hook(capture)
     step(batch, 0)
     exact = [view.requires_grad_() for view in features.values()]
-    trainer.loss_of(config)(*exact)["loss"].backward()
+    loss_of(config)(*exact)["loss"].backward()
     for k, view in enumerate(exact): assert (gradients[k] - view.grad).norm() < 1e-6*view.grad.norm()
 
 
@@ -242,12 +244,12 @@ def test_dropout_draws_by_step_and_rank(starts, tmp_path, monkeypatch):
     monkeypatch.undo()
     torch.manual_seed(123)
     assert same_bits(train(config, tmp_path/"broken", RunOptions(watch=Watch(every=2, n=20))).weights, whole.weights)
-    assert len({trainer.step_seed(*key) for key in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))}) == 4
+    assert len({step_seed(*key) for key in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))}) == 4
     model, batch = one_batch(config.resolved())
     losses = []
     for rank in (0, 1, 0):
-        monkeypatch.setattr(trainer, "rank_and_world", lambda rank=rank: (rank, 1))
-        step = trainer.Step(config.replace(lr=0).resolved(), model, RunOptions(), 9)
+        monkeypatch.setattr(one_step, "rank_and_world", lambda rank=rank: (rank, 1))
+        step = Step(config.replace(lr=0).resolved(), model, RunOptions(), 9)
         losses.append(float(step(batch, 3)["long"]))
     assert losses[0] == losses[2] != losses[1]
 
@@ -322,7 +324,7 @@ def test_less_memory_same_gradient(options, backbone, starts):
         if o.grad_checkpointing: model.set_grad_checkpointing()
         forwards, encode = [], model.encode_image
         model.encode_image = lambda images, f=forwards, e=encode: f.append(len(images)) or e(images)
-        loss = trainer.loss_of(config)(*trainer.Towers(model, o.micro_batch)(batch))["loss"]
+        loss = loss_of(config)(*Towers(model, o.micro_batch)(batch))["loss"]
         loss.backward()
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         results[name] = loss.item(), gradients, forwards
@@ -351,8 +353,7 @@ def test_a_frozen_image_tower_is_run_once(backbone, starts, tmp_path, monkeypatc
     assert any("resblocks" in name for name in moved) and "logit_scale" in moved
     assert not list(done.folder.glob("image-features*"))
 
-    towers = trainer.Towers
-    monkeypatch.setattr(trainer, "Towers", lambda model, micro_batch, frozen, read_pads: towers(model, micro_batch))
+    monkeypatch.setattr(one_step, "Towers", lambda model, micro_batch, frozen, read_pads: Towers(model, micro_batch))
     monkeypatch.setattr(trainer, "frozen_features", lambda *_: None)
     each_time = train(config, tmp_path/"each")
     assert math.isclose(each_time.log()[-1]["loss"], done.log()[-1]["loss"], rel_tol=1e-5)
@@ -575,11 +576,11 @@ def test_nothing_starts_where_one_file_is_bad(arm, tmp_path, monkeypatch):
 
 
 def test_it_says_where_it_stopped(arm, tmp_path, monkeypatch):
-    file, take = written(tmp_path/"arm.yaml", arm), trainer.Step.__call__
+    file, take = written(tmp_path/"arm.yaml", arm), Step.__call__
     def told(self, *args):
         os.kill(os.getpid(), signal.SIGTERM)
         return take(self, *args)
-    monkeypatch.setattr(trainer.Step, "__call__", told)
+    monkeypatch.setattr(Step, "__call__", told)
     with pytest.raises(Stopped, match="ended after step 1 of 9; the same call or command goes on from there"):
         run_files([file], tmp_path)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL          # as it was

@@ -34,11 +34,16 @@ from debias_clip.pairs import PairDataset
 from debias_clip.preset import code_hash
 from debias_clip.records import Records
 from debias_clip.results import device_name
+<<<<<<< HEAD
 from debias_clip.authors import scene_records
 from debias_clip.scenes import draw_scenes, render
+=======
+from debias_clip.resume import device
+from debias_clip.scenes import draw_scenes, render, scene_records
+from debias_clip.step import Towers, attention_kernels
+>>>>>>> v2
 from debias_clip.store import TextStore
 from debias_clip.tokens import get_tokenizer
-from debias_clip.train import Towers, attention_kernels, device
 
 CAPTION_FILES = {"captions.jsonl": "caption", "docci_descriptions.jsonlines": "description"}   # file: its column
 DOCCI_TOKENS = dict(mean=4.90, sigma=0.35)   # logarithm of a caption's tokens; mean 142, a tenth below 86 or above 212
@@ -265,7 +270,7 @@ def needed_operations(model, batch):
 def benchmark(s, repeats, cache=None):
     "All numbers of a setting, as plain data. cache: folder that keeps repeats until the end."
     setting, machine = dataclasses.asdict(s), [device_name(), torch.get_num_threads()]
-    key = content_key(setting=setting, code=code_hash(["train"]), machine=machine)
+    key = content_key(setting=setting, code=code_hash(["step", "train"]), machine=machine)
     file = cache/f"benchmark-{key}.jsonl" if cache else None
     rows, (batch, what) = measure(s, repeats, file), make_batch(s)
     rows = [r for r in rows if r["repeat"] < repeats]
