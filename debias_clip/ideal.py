@@ -15,7 +15,7 @@ import open_clip
 import torch
 from torch import nn
 
-from .scenes import CELL, COLOURS, GROUNDS, PLACES, RGB, SHAPES, SIZES, all_cells
+from .scenes import CELL, COLOURS, GROUNDS, PLACES, SHAPES, SIZES, all_cells
 from .tokens import get_tokenizer
 
 # %% ../nbs/12b_ideal.ipynb #aa061df8

@@ -200,13 +200,8 @@ def steps_done(folder: Path) -> int:
 
 def size_of(config) -> int | None:
     "Samples of a configuration's data set, as published; None: unknown until they are read."
-<<<<<<< HEAD
-    from debias_clip.benchmarks import DATASETS
     from debias_clip.authors import SPLITS
-=======
     from debias_clip.datasets import DATASETS
-    from debias_clip.scenes import SPLITS
->>>>>>> v2
     options, known = config.data_options, DATASETS.get(config.data)
     if config.data != "scenes": return known.images if known else None
     return options.get("n") or SPLITS.get(options.get("split", "train"), [None])[0]

@@ -3,11 +3,11 @@ from functools import lru_cache
 
 import torch
 
+from debias_clip.authors import scene_records
 from debias_clip.diagnosis import diagnose
 from debias_clip.models import create_model
 from debias_clip.pairs import Normalize
 from debias_clip.records import Records
-from debias_clip.authors import scene_records
 from debias_clip.tokens import get_tokenizer
 
 TRANSFORM = Normalize((.5, .5, .5), (.25, .25, .25))

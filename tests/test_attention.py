@@ -20,9 +20,9 @@ from debias_clip.attention import (
     read_captions,
     token_strip,
 )
+from debias_clip.authors import scene_records
 from debias_clip.captions import split_sentences
 from debias_clip.models import create_model, encode_texts
-from debias_clip.authors import scene_records
 from debias_clip.tokens import get_tokenizer
 
 @pytest.fixture(scope="module", params=["scenes-clip", "scenes-gelu", "scenes-siglip"])

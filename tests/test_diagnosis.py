@@ -8,6 +8,7 @@ from diagnosed import TRANSFORM, ask, asked_model
 from PIL import Image
 
 from debias_clip import diagnosis as diagnosis_module
+from debias_clip.authors import scene_records
 from debias_clip.diagnosis import (
     diagnose,
     diagnose_arms,
@@ -23,7 +24,6 @@ from debias_clip.models import create_model_and_transforms
 from debias_clip.order import order_ranks
 from debias_clip.records import ImageError, Records
 from debias_clip.retrieval import encode_images
-from debias_clip.authors import scene_records
 
 PARTS = ("index", "place", "sentence", "orders", "push", "matrix", "attention", "similarity", "worst", "falls")
 

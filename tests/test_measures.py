@@ -6,6 +6,7 @@ import torch
 
 from debias_clip import measures
 from debias_clip.attention import by_sentence, read_captions
+from debias_clip.authors import scene_records
 from debias_clip.measures import (
     attention_rows,
     claim_rows,
@@ -23,7 +24,6 @@ from debias_clip.order import order_matrix, order_ranks, push_ranks
 from debias_clip.pairs import Normalize
 from debias_clip.records import Records
 from debias_clip.results import write_metrics
-from debias_clip.authors import scene_records
 from debias_clip.similarity import added, alone, cosines, growth
 from debias_clip.tables import as_rows, pick, summarise, table, with_counts
 from debias_clip.tokens import get_tokenizer

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from debias_clip import order, retrieval
+from debias_clip.authors import scene_records
 from debias_clip.captions import permute, split_sentences
 from debias_clip.models import create_model
 from debias_clip.order import (
@@ -21,7 +22,6 @@ from debias_clip.order import (
 from debias_clip.pairs import Normalize
 from debias_clip.records import Records
 from debias_clip.retrieval import encode_captions, encode_images, ranks
-from debias_clip.authors import scene_records
 from debias_clip.tokens import get_tokenizer
 
 TRANSFORM, FILLER = Normalize((.5, .5, .5), (.25, .25, .25)), "This is a photo."

@@ -11,6 +11,7 @@ from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from debias_clip import retrieval
+from debias_clip.authors import scene_records
 from debias_clip.models import create_model, create_model_and_transforms, encode_texts
 from debias_clip.pairs import Normalize
 from debias_clip.records import ImageError, Records
@@ -23,7 +24,6 @@ from debias_clip.retrieval import (
     ranks,
     recall_at_k,
 )
-from debias_clip.authors import scene_records
 from debias_clip.tokens import get_tokenizer
 
 NORMALIZE = Normalize((.5, .5, .5), (.25, .25, .25))

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from debias_clip.authors import scene_records
 from debias_clip.captions import split_sentences
 from debias_clip.families import SIGLIP
 from debias_clip.models import create_model
 from debias_clip.pairs import Normalize
 from debias_clip.records import Records
-from debias_clip.authors import scene_records
 from debias_clip.shortsight import by_place, exchanges, falls, shortsight, shortsight_difference
 from debias_clip.tokens import get_tokenizer
 

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from debias_clip import retrieval
+from debias_clip.authors import scene_records
 from debias_clip.captions import split_sentences
 from debias_clip.models import create_model
 from debias_clip.pairs import Normalize
 from debias_clip.records import Records
 from debias_clip.retrieval import encode_captions, encode_images
-from debias_clip.authors import scene_records
 from debias_clip.similarity import PAPER_COSINE, added, alone, by_length, cosines, first_and_whole, growth, slope
 from debias_clip.tokens import get_tokenizer
 

@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from debias_clip import towers
+from debias_clip.authors import scene_records
 from debias_clip.captions import RECIPES, split_sentences
 from debias_clip.core import content_key
 from debias_clip.families import base_length, family_of, stretched_length
@@ -34,14 +35,9 @@ from debias_clip.pairs import PairDataset
 from debias_clip.preset import code_hash
 from debias_clip.records import Records
 from debias_clip.results import device_name
-<<<<<<< HEAD
-from debias_clip.authors import scene_records
-from debias_clip.scenes import draw_scenes, render
-=======
 from debias_clip.resume import device
-from debias_clip.scenes import draw_scenes, render, scene_records
+from debias_clip.scenes import draw_scenes, render
 from debias_clip.step import Towers, attention_kernels
->>>>>>> v2
 from debias_clip.store import TextStore
 from debias_clip.tokens import get_tokenizer
 
