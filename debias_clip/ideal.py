@@ -55,7 +55,7 @@ def facts(text):
 # %% ../nbs/12b_ideal.ipynb #d75b81b7
 @lru_cache
 def _templates():
-    "(float32 [4, 1 + k, 768] what a cell can show on each ground, with nothing first; int64 [k, 3] shape, colour, size)."
+    "What a cell shows, nothing first: (float32 [ground, 1 + k, 768] pixels; int64 [k, 3] shape, colour, size)."
     cells, kinds = all_cells()
     return torch.from_numpy(cells).flatten(2).float(), torch.from_numpy(kinds)
 
@@ -97,11 +97,11 @@ def _fill(rest):
 
 # %% ../nbs/12b_ideal.ipynb #977d5b9d
 def text_features(told):
-    "Features of a set of facts, float32 [DIMENSIONS], of length 64."
+    "Features of a set of up to 31 facts, float32 [DIMENSIONS], of length 2,048."
     x = torch.zeros(DIMENSIONS)
-    x[[_dimension(fact) for fact in told]] = 1.
-    x[_TOLD] = -len(told)
-    x[-FILL:] = _fill(64**2 - len(told) - len(told)**2)
+    x[[_dimension(fact) for fact in told]] = 64.
+    x[_TOLD] = -63.*len(told)
+    x[-FILL:] = _fill(2048**2 - int(x.square().sum()))
     return x
 
 def image_features(objects, ground):
@@ -111,7 +111,7 @@ def image_features(objects, ground):
         of_it = product((None, size), (None, colour), (None, shape), (None, cell))
         x[[_OBJECT[combination] for combination in of_it]] = 1.
     x[[_GROUNDS + int(ground), _COUNTS + len(there), _TOLD]] = 1.
-    x[-2*FILL:-FILL] = _fill(16**2 - int(x.sum()))
+    x[-2*FILL:-FILL] = _fill(16**2 - int(x.square().sum()))
     return x
 
 # %% ../nbs/12b_ideal.ipynb #986bc832
@@ -137,7 +137,7 @@ class IdealReader(nn.Module):
     def encode_text(self, text, normalize=False):
         "text: int64 [n, 248]. Returns [n, DIMENSIONS]."
         x = torch.stack([text_features(facts(_words(row))) for row in text.tolist()])
-        return x/64 if normalize else x
+        return x/2048 if normalize else x
 
 # %% ../nbs/12b_ideal.ipynb #238094c0
 def _words(row):
