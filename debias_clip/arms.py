@@ -67,10 +67,11 @@ def arms_of(parameters, workers=None, ideal=False) -> list[Arm]:
     """
     listed = []
     for backbone, fine, pre in by_backbone(parameters):
-        for seed in parameters["seeds"]:
+        seeds = parameters.get("backbones", {}).get(backbone, {}).get("seeds", parameters["seeds"])
+        for seed in seeds:
             for name, fields in parameters["arms"].items():
                 if fields != IDEAL: listed.append(_arm(fields, name, backbone, seed, fine, pre, workers))
-                elif ideal and seed == parameters["seeds"][0]: listed.append(_ideal(name, backbone, workers))
+                elif ideal and seed == seeds[0]: listed.append(_ideal(name, backbone, workers))
     return listed
 
 # %% ../nbs/30_arms.ipynb #200f2852

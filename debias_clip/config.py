@@ -22,6 +22,7 @@ from . import families
 from .benchmarks import data_digest
 from .captions import DEBIAS, RECIPES, Recipe
 from .core import content_key, default_workers, file_hash, read_yaml, unknown
+from .shipped import shipped
 
 # %% ../nbs/18_config.ipynb #6d218e5e
 def fault(error: dict, known) -> str:
@@ -261,9 +262,10 @@ def key_fields(config: TrainConfig) -> dict:
     changed = {name: value for name, value in config if value != defaults[name] and name not in elsewhere}
     return json.loads(json.dumps(changed | {"recipe": config.recipe and config.recipe.as_dict()}))
 
-def start_digest(init, options: RunOptions):
+def start_digest(init, options: RunOptions, backbone):
     "What `init` stands for, whatever its path is: a model's key, the hash of a file's or folder's bytes, or a tag."
     if isinstance(init, TrainConfig): return {"model": model_key(init, options)}
+    if own := shipped(backbone=backbone, tag=init): return {"model": own[0].key}
     if init is None or not Path(init).exists(): return {"tag": init}
     if Path(init).is_file(): return {"file": file_hash(init)}
     return {str(f.relative_to(init)): file_hash(f) for f in sorted(Path(init).rglob("*")) if f.is_file()}
@@ -277,6 +279,7 @@ def model_key(config: TrainConfig, options: RunOptions | None = None) -> str:
     Raises ValueError or OSError where the data or a file cannot be read.
     """
     config, options = config.resolved(), options or RunOptions()
-    return content_key(version=TRAINING_VERSION, fields=key_fields(config), start=start_digest(config.init, options),
+    start = start_digest(config.init, options, config.backbone)
+    return content_key(version=TRAINING_VERSION, fields=key_fields(config), start=start,
                        data=data_digest(config.data, options.root_of(config.data), config.data_options),
                        architecture=families.model_config(config.backbone))

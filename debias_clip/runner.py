@@ -216,6 +216,7 @@ def images_left(config, done: int) -> int | None:
 def planned(jobs: Iterable[Job]) -> list[PlannedModel]:
     "The models that these jobs need, in the order of training."
     from debias_clip.arms import planned_models
+    from debias_clip.shipped import shipped
     models, first = [], {}
     for job in jobs:
         options = training_options(job.parameters)
@@ -225,6 +226,7 @@ def planned(jobs: Iterable[Job]) -> list[PlannedModel]:
             folder = job.root/job.out/"models"/(key or "unknown")
             done = steps_done(folder)
             if (folder/"model.safetensors").is_file(): state, images = "trained", 0
+            elif shipped(key=key): state, images = "comes with the package", 0
             elif same in first: state, images = f"as in {first[same]}", 0
             else: state, images = "begun" if done else "to train", images_left(config, done)
             models.append(PlannedModel(job.name, label, config, options, key, missing, state, images))

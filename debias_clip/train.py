@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WEIGHTS', 'FEATURES', 'AT_A_TIME', 'training_records', 'build_model', 'starting_model', 'training_pairs',
-           'shortfalls', 'check_batch_norm', 'check_fit', 'frozen_features', 'Trained', 'fit', 'give_back', 'run',
-           'named', 'Alone', 'train', 'run_files', 'weights_and_biases']
+           'shortfalls', 'check_batch_norm', 'is_there', 'check_fit', 'frozen_features', 'Trained', 'fit', 'give_back',
+           'run', 'named', 'Alone', 'take_shipped', 'train', 'run_files', 'weights_and_biases']
 
 # %% ../nbs/21_train.ipynb #dd81b9a9
 import ctypes
@@ -47,6 +47,7 @@ from debias_clip.resume import (
     save_step,
 )
 from .retrieval import encode_images
+from .shipped import shipped, unpack
 from .step import Step, half_precision
 from .store import text_store
 from .tokens import get_tokenizer
@@ -120,10 +121,14 @@ def check_batch_norm(model, options):
 # %% ../nbs/21_train.ipynb #266c7dfa
 WEIGHTS = "model.safetensors"
 
+def is_there(key, models) -> bool:
+    "Whether a model needs no training: its folder in `models` holds its weights, or it comes with the package."
+    return (Path(models)/key/WEIGHTS).exists() or bool(shipped(key=key))
+
 def check_fit(config, models, options):
     "Raises ValueError naming all that does not fit the data and the number of processes, `init` included."
     faults, name = [], ""
-    while isinstance(config, TrainConfig) and not (Path(models)/model_key(config, options)/WEIGHTS).exists():
+    while isinstance(config, TrainConfig) and not is_there(model_key(config, options), models):
         samples = len(training_records(config, options))
         faults += [f"{name}{line} ({config.data})" for line in shortfalls(config, samples, rank_and_world()[1])]
         config, name = config.init, name + "init: "
@@ -261,6 +266,12 @@ class Alone:
         self.lock.release()
 
 # %% ../nbs/21_train.ipynb #1af4b71e
+def take_shipped(done: Trained):
+    "Puts the weights that come with the package where those of a training would be, if there are any."
+    for model in shipped(key=done.key):
+        write_atomically(done.folder/"config.json", json.dumps(done.config.as_dict(), indent=1))
+        unpack(model, done.weights)
+
 def train(config, models="models", options=None, listen=()) -> Trained:
     """Trains a model, or finds it where it has been trained before; goes on from its last checkpoint after a kill.
 
@@ -279,6 +290,8 @@ def train(config, models="models", options=None, listen=()) -> Trained:
         if not of_first(done.weights.exists()):
             with nullcontext() if rank_and_world()[0] else Alone(done.folder):
                 check_fit(config, models, options)
+                if rank_and_world()[0] == 0 and not done.weights.exists(): take_shipped(done)
+                barrier()
                 if not of_first(done.weights.exists()): fit(config, done.folder, models, options, listen)
         barrier()
     return done
