@@ -188,7 +188,7 @@ def short_caption(scenes, i, rng, annotator):
     return f"{_capital(text)}."
 
 # %% ../nbs/12a_authors.ipynb #bcd9cd86
-SPLITS = dict(web=(40_000, 201), train=(8_000, 202), val=(2_000, 203), test=(2_000, 204))   # scenes, seed
+SPLITS = dict(web=(40_000, 201), train=(8_000, 202), val=(1_000, 203), test=(1_000, 204))   # scenes, seed
 TEXTS = ("long", "web")
 
 @lru_cache(maxsize=6)
@@ -214,7 +214,7 @@ def scene_records(split="train", n=None, text="long", author="own"):
     """A split of the offline world as `records.Records`.
 
     split: "web", "train", "val" or "test", which share no scene
-    n: how many scenes; None: 40,000, 8,000, 2,000, 2,000
+    n: how many scenes; None: 40,000, 8,000, 1,000, 1,000
     text: "long", or "web": one web caption a scene
     author: of long and web captions, "own" or "other"
 

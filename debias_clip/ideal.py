@@ -34,6 +34,17 @@ _GROUND = re.compile(rf"\b({_any(GROUND)})\b")
 _COUNT = re.compile(r"\b(one|two|three|four|five|six) (?:things|shapes)\b")
 
 # %% ../nbs/12b_ideal.ipynb #6aa1e83b
+def _objects(sentence, place_before):
+    "The objects that a sentence tells of. place_before: of what it tells, where the sentence before says so."
+    found, front = set(), _FRONT.match(sentence)
+    for match in _PLACED.finditer(sentence):
+        size, colour, shape, place = match.groups()
+        if front and match.end(3) == front.end(): place = front[1]
+        place = PLACE.get(place, place_before)
+        found.add(("object", SIZE.get(size), COLOUR.get(colour), SHAPE.get(shape), place))
+    return found
+
+# %% ../nbs/12b_ideal.ipynb #6aa1e83x
 def facts(text):
     """What a text says about a picture, in any order.
 
@@ -41,13 +52,11 @@ def facts(text):
 
     Returns a set of ("object", size, colour, shape, place), None where it is silent, ("ground", k) and ("count", k).
     """
-    found = set()
+    found, before = set(), None
     for sentence in re.split(r"\s*\.\s*", re.sub(r"\s+,", ",", text.lower())):
-        front = _FRONT.match(sentence)
-        for match in _PLACED.finditer(sentence):
-            size, colour, shape, place = match.groups()
-            if front and match.end(3) == front.end(): place = front[1]
-            found.add(("object", SIZE.get(size), COLOUR.get(colour), SHAPE.get(shape), PLACE.get(place)))
+        objects = _objects(sentence, before if sentence.startswith("it is ") else None)
+        found |= objects
+        before = next((place for *silent, place in objects if silent == ["object", None, None, None]), None)
         found |= {("ground", GROUND[word]) for word in _GROUND.findall(sentence)}
         found |= {("count", "one two three four five six".split().index(word) + 1) for word in _COUNT.findall(sentence)}
     return found
