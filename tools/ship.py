@@ -41,6 +41,9 @@ def main():
         if arm.config is not None: continue
         config = arm.start.init
         row = Shipped(config.backbone, f"web-{arm.seed}", model_key(config, arm.options), "")
+        if not (models/row.key/WEIGHTS).exists():
+            print(row.file.name, "left out: it is not trained", row.key)
+            continue
         if config.backbone not in in_use: in_use[config.backbone] = tokens_in_use(config.backbone)
         state, metadata = read_safetensors(models/row.key/WEIGHTS)[:2]
         pack(state, in_use[config.backbone], row.file, metadata)
