@@ -140,7 +140,7 @@ def code_hash(modules: Iterable[str]) -> str:
     sources = {module: _source(module) for module in _modules_behind(modules)}
     shapes = {module: code_shape(source) for module, source in sources.items()}
     folder, text = _package()/"assets", "\n".join(sources.values())
-    named = [entry for entry in folder.glob("*") if entry.name in text]
+    named = [entry for entry in folder.glob("*") if entry.name in text and entry.name != "weights"]   # have keys
     files = [file for entry in named for file in (entry, *entry.rglob("*")) if file.is_file()]
     assets = {file.relative_to(folder).as_posix(): file_hash(file) for file in files}
     return hashlib.sha256(canonical_json({"modules": shapes, "assets": assets}).encode()).hexdigest()
