@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from caption_reader import GROUND, PLACE, check_sentence, matching, told, units
+from caption_reader import GROUND, check_sentence, matching, told, units
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +26,6 @@ from debias_clip.authors import (
 )
 from debias_clip.captions import split_sentences
 from debias_clip.scenes import COLOURS, SCENES_VERSION, SHAPES, SIZES, draw_scenes, render
-
 
 @pytest.fixture(scope='module')
 def some(): return draw_scenes(400, 7)

@@ -287,7 +287,7 @@ def test_each_data_set_is_loaded_once(own, urban, monkeypatch):
         monkeypatch.setattr(benchmarks, load.__name__, counted(load))
     benchmarks.opened.cache_clear()
     sets = [(own, None, {}), (own, None, {"splitter": "period"}), (str(own.parent), None, {}), ("urban1k", urban, {}),
-            ("urban1k-whole", str(urban), {}), ("scenes", None, {"n": 3}), ("scenes", None, {"n": 3, "text": "short"})]
+            ("urban1k-whole", str(urban), {}), ("scenes", None, {"n": 3}), ("scenes", None, {"n": 3, "text": "web"})]
     with pytest.warns(UserWarning, match="published"):
         arms = [[open_data(*each) for each in sets] for _ in range(3)]
     assert len(loads) == 5 and all(a is b is c for a, b, c in zip(*arms, strict=True))

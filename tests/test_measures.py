@@ -126,8 +126,8 @@ def test_matrix_rows(asked):
 
 
 def test_what_was_not_read_stands_beside_every_mean(asked):
-    "Of long captions, by a model that reads 36 tokens: in the summary, and in a table of several columns."
-    model, tok = create_model("scenes-clip", context_length=36, keep=8).eval(), get_tokenizer("scenes-clip", 36)
+    "Of long captions, by a model that reads 30 tokens: in the summary, and in a table of several columns."
+    model, tok = create_model("scenes-clip", context_length=30, keep=8).eval(), get_tokenizer("scenes-clip", 30)
     rows = [r | dict(arm="x", seed=s) for r in order_rows(model, TRANSFORM, tok, asked[3], 2, 2) for s in (0, 1)]
     summary = pick(summarise(rows, ["arm", "change", "order", "direction"]), direction="t2i")
     by_order = summary.set_index("order")
