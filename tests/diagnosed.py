@@ -13,14 +13,14 @@ from debias_clip.tokens import get_tokenizer
 TRANSFORM = Normalize((.5, .5, .5), (.25, .25, .25))
 
 
-def asked_model(length=88, backbone="scenes-clip"):
-    "(model of random weights, tokeniser)."
+def asked_model(length=88, backbone="scenes-clip", tag="web-0"):
+    "(a model that comes with the package, or (tag None) of random weights, tokeniser)."
     torch.manual_seed(0)
-    return create_model(backbone, context_length=length, keep=8), get_tokenizer(backbone, length)
+    return create_model(backbone, tag, context_length=length, keep=8), get_tokenizer(backbone, length)
 
 
-def ask(records, length=88, backbone="scenes-clip", **more):
-    model, tok = asked_model(length, backbone)
+def ask(records, length=88, backbone="scenes-clip", tag="web-0", **more):
+    model, tok = asked_model(length, backbone, tag)
     return diagnose(model, TRANSFORM, tok, records, **dict(shuffles=1, worst=3) | more)
 
 
