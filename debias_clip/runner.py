@@ -371,7 +371,8 @@ def summary(preset: Preset) -> str:
         state = job_state(job)
         old = "" if state == "done" else f" (an earlier result, {state})"
         table = pandas.DataFrame(records[job.name]["metrics"]["table"]).to_string(index=False, na_rep="–")
-        lines = [f"{job.name}{old}:", table, "", *lines]
+        told = [metrics["finding"], ""] if (metrics := records[job.name]["metrics"]).get("finding") else []
+        lines = [f"{job.name}{old}:", table, "", *told, *lines]
     drawn = " ".join(f"{preset.out}/{name}" for record in records.values() for name in record.get("files", {}))
     notebooks = " ".join(f"{job.out}/{job.name}.ipynb" for job in done)
     return "\n".join([*lines, f"notebooks: {notebooks}", f"figures:   {drawn or 'none'}"])

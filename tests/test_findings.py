@@ -6,6 +6,7 @@ import pandas as pd
 import pytest
 
 from debias_clip.findings import (
+    FEW_SEEDS,
     STATEMENTS,
     arm_said,
     attention_finding,
@@ -159,6 +160,13 @@ def test_mixed_results_have_the_middle_reason():
         STATEMENTS[0].reasons[1][0].upper() + STATEMENTS[0].reasons[1][1:]]
     rows = frame(made(), made(value=UNCLEAR, test="other author"))          # clear in one of two, and none against it
     assert paper_table(rows, rows.iloc[:0])["likely reason"].iloc[0].lower() == STATEMENTS[0].reasons[0].lower()
+
+
+def test_too_few_seeds_are_said_to_be_too_few():
+    "A plain interval without zero, but nothing clear after the correction."
+    gains = frame(made(value=UNCLEAR))
+    gains["low"], gains["high"] = .5, 2.
+    assert paper_table(gains, gains.iloc[:0])["likely reason"].iloc[0].lower() == FEW_SEEDS.lower()
 
 
 def test_the_paper_beside_nothing():

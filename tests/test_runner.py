@@ -113,6 +113,11 @@ def test_an_old_table_is_shown_as_old(checkout):
     checkout.preset("experiments: [main_table]\n")
     checkout.run()
     assert summary(read_preset("demo", checkout.root)).startswith("main_table:\n")
+    file = checkout.root/"runs/demo/main_table.json"
+    record = json.loads(file.read_text())
+    record["metrics"]["finding"] = "**The claim holds here.**"
+    file.write_text(json.dumps(record))
+    assert "\n**The claim holds here.**\n" in summary(read_preset("demo", checkout.root))     # below the table
     checkout.preset("experiments: [main_table]\nmain_table: {a: 5}\n")
     assert "main_table (an earlier result, stale: settings changed: a):" in summary(read_preset("demo", checkout.root))
 
