@@ -205,7 +205,7 @@ def test_the_training_version_stands_for_these_weights(tmp_path):
     moves = {name: move(before[name], after[name]) for name in GOLDEN}
     assert moves == pytest.approx(GOLDEN, rel=1e-3), (
         f"The same configuration trains other weights than version {TRAINING_VERSION}: {moves}. If that is meant, "
-        "raise TRAINING_VERSION in nbs/18_config.ipynb and write down these moves.")
+        "raise TRAINING_VERSION in nbs/24_config.ipynb and write down these moves.")
 
 GOLDEN = {
     "positional_embedding": 0.0134790, "text_projection": 0.00437270,
