@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from debias_clip import shipped as module
 from debias_clip.authors import AUTHORS, scene_records
+from debias_clip.checkpoints import read_safetensors
 from debias_clip.config import RunOptions, TrainConfig, model_key
 from debias_clip.models import create_model, save_checkpoint
 from debias_clip.shipped import FOLDER, Shipped, pack, read_packed, shipped, unpack
@@ -32,18 +33,13 @@ def shelf(tmp_path, monkeypatch):
 def ship(shelf, model, ids, key, tag="web-0"):
     "Puts a model on the shelf."
     shelf.mkdir(exist_ok=True)
-    checkpoint = save_checkpoint(model, shelf/"whole.safetensors")
+    content = read_safetensors(save_checkpoint(model, shelf/"whole.safetensors"))
     row = Shipped(model.backbone, tag, key, "")
-    pack(load_file(checkpoint), ids, row.file, module_metadata(checkpoint))
+    pack(content.tree, ids, row.file, content.metadata)
     row = row._replace(sha256=hashlib.sha256(row.file.read_bytes()).hexdigest())
     (shelf/module.TABLE).write_text(json.dumps([row._asdict()]), encoding="utf-8")
     module._rows.cache_clear()
     return row
-
-
-def module_metadata(checkpoint):
-    from safetensors import safe_open
-    with safe_open(checkpoint, "pt") as f: return f.metadata()
 
 
 @settings(max_examples=30, deadline=None)
