@@ -28,7 +28,7 @@ SHAPE, COLOUR, SIZE, GROUND, PLACE = map(_numbers, (SHAPES, COLOURS, SIZES, GROU
 def _any(words): return "|".join(sorted(words, key=len, reverse=True))
 
 _PHRASE = rf"\ban? (?:({_any(SIZE)}) )?(?:({_any(COLOUR)}) )?({_any(SHAPE)}|shape)\b"
-_PLACED = re.compile(rf"{_PHRASE}(?: (?:is |sits |can be found )?({_any(PLACE)})\b)?")
+_PLACED = re.compile(rf"{_PHRASE}(?: (?:is |sits |can be found )?({_any(PLACE)})\b(?! side))?")
 _FRONT = re.compile(rf"^({_any(PLACE)})(?: is|,) {_PHRASE}")
 _GROUND = re.compile(rf"\b({_any(GROUND)})\b")
 _COUNT = re.compile(r"\b(one|two|three|four|five|six) (?:things|shapes)\b")

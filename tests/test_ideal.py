@@ -90,6 +90,9 @@ def test_no_picture_is_read_wrong(seed):
     ('A red ring at the top. It is a red disc.', {('object', None, 0, 4, 1), ('object', None, 0, 0, None)}),
     ('It is a red disc. I notice a shape at the top.',
      {('object', None, None, None, 1), ('object', None, 0, 0, None)}),
+    ('A red disc to the right side of a red ring.',
+     {('object', None, 0, 0, None), ('object', None, 0, 4, None)}),
+    ('A red disc to the right.', {('object', None, 0, 0, 5)}),
     ('A little noise, as in an old print. No people. This is a photo.', set()),
     ('Seen straight from above, as if the shapes lay on a table.', set()),
 ])
