@@ -34,7 +34,7 @@ VALUES = {"higher": HIGHER, "lower": LOWER, "unclear": UNCLEAR, "no interval": 1
 
 def made(text="whole caption", value=HIGHER, seeds=5, **other):
     "A row of `tables.differences`; clear where the value is beyond ±2."
-    row = dict(arm="DeBias recipe", against="Long-CLIP recipe", test="own author", text=text, direction="t2i")
+    row = dict(arm="DeBias recipe", against="Long-CLIP recipe", test="training author", text=text, direction="t2i")
     ends = dict(low=value - 1, high=value + 1, holm_low=value - 2, holm_high=value + 2)
     over = "over seeds" if seeds > 1 else "over images"
     return row | ends | dict(value=value, seeds=seeds, n=1000, interval=over) | other
@@ -77,8 +77,8 @@ def test_what_a_sentence_rests_on(seeds, said):
 def test_places_share_their_numbers():
     rows = frame(made("short", 1.), made("short", 2., test="other author"), made("move", 3.))
     assert listed(rows, by_test=True) == (
-        "with short text (own author +1.0 points [0.0, 2.0], other author +2.0 points [1.0, 3.0]) and under Move (own "
-        "author +3.0 points [2.0, 4.0])")
+        "with short text (training author +1.0 points [0.0, 2.0], other author +2.0 points [1.0, 3.0]) and under Move "
+        "(training author +3.0 points [2.0, 4.0])")
 
 
 KINDS = ["higher", "lower", "unclear", "no interval"]
@@ -128,10 +128,10 @@ def test_the_claim(kinds, headline):
 
 
 def test_the_claim_has_a_sentence_for_each_test_set():
-    rows = [made(text, value, test=test) for test, value in (("own author", HIGHER), ("other author", UNCLEAR))
+    rows = [made(text, value, test=test) for test, value in (("training author", HIGHER), ("other author", UNCLEAR))
             for text in ("whole caption", "move", "remove")]
     told = reads_well(claim_finding(frame(*rows)))
-    assert "On *own author*, the DeBias recipe scores higher than" in told
+    assert "On *training author*, the DeBias recipe scores higher than" in told
     assert "On *other author*, there is no clear difference between the DeBias recipe and" in told
 
 
