@@ -67,11 +67,13 @@ def listed(gains, of=text_said, unit=" points", digits=1, by_test=False):
     unit: behind the number; digits: its decimals
     by_test: whether the test set is named before each number
 
-    Returns text: "with short text (+3.0 points [2.0, 4.0])".
+    Returns text: "with short text (+3.0 points [2.0, 4.0])"; an interval that leaves out zero, but does not after
+    Holm's correction, is marked "before correction".
     """
     places = {}
     for row in gains.to_dict("records"):
         shown = number(row["value"], row["low"], row["high"], digits, "+", unit)
+        if kind_of(row) == "unclear" and (row["low"] > 0 or row["high"] < 0): shown += " before correction"
         places.setdefault(of(row), []).append(f"{row['test']} {shown}" if by_test else shown)
     return joined([f"{place} ({', '.join(numbers)})" for place, numbers in places.items()])
 

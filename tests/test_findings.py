@@ -75,10 +75,17 @@ def test_what_a_sentence_rests_on(seeds, said):
 
 
 def test_places_share_their_numbers():
-    rows = frame(made("short", 1.), made("short", 2., test="other author"), made("move", 3.))
+    rows = frame(made("short", 3.), made("short", 4., test="other author"), made("move", 3.))
     assert listed(rows, by_test=True) == (
-        "with short text (training author +1.0 points [0.0, 2.0], other author +2.0 points [1.0, 3.0]) and under Move "
+        "with short text (training author +3.0 points [2.0, 4.0], other author +4.0 points [3.0, 5.0]) and under Move "
         "(training author +3.0 points [2.0, 4.0])")
+
+
+def test_an_interval_that_correction_widens_over_zero_is_marked():
+    "Else \"no clear difference\" would stand beside an interval without zero."
+    told = compare(frame(made("move", 1.5), made("remove", 3.), made("short", .5)))
+    assert "under Remove (+3.0 points [2.0, 4.0])" in told and "with short text (+0.5 points [-0.5, 1.5])" in told
+    assert "under Move (+1.5 points [0.5, 2.5] before correction)" in told
 
 
 KINDS = ["higher", "lower", "unclear", "no interval"]
