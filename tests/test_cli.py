@@ -9,7 +9,7 @@ from checkouts import EXPERIMENT, Checkout
 from PIL import Image
 from typer.testing import CliRunner
 
-from debias_clip import cli
+from debias_clip import __version__, cli
 from debias_clip.models import create_model, save_checkpoint
 
 @pytest.fixture
@@ -122,6 +122,9 @@ def test_train_and_torchrun_are_one_command(checkout, here):
     assert "debias-clip: " in running.communicate(timeout=100)[1] and running.returncode == 1
 
 
+def test_the_version_is_the_packages(): assert invoke("--version").output == f"debias-clip {__version__}\n"
+
+
 # ---- eval
 
 def card(output, name): return re.search(rf"(?m)^{name} +(.+)$", output)[1]
@@ -151,6 +154,35 @@ def test_eval_says_where_positions_were_stretched(own, tmp_path):
     assert card(ask(), "positions") == "stretched from 28 to 52, not trained since; --context 28 leaves them"
     assert card(ask(), "context length") == "52"
     assert "stretched" not in ask("--context", 28) and card(ask("--context", 28), "context length") == "28"
+
+
+def test_eval_writes_what_it_prints(own, tmp_path):
+    shown = invoke("eval", "--pretrained", own/"model.safetensors", "--data", own, "--workers", 0, "--json",
+                   tmp_path/"made"/"eval.json")
+    assert shown.exit_code == 0, shown.output
+    written = json.loads((tmp_path/"made"/"eval.json").read_text())
+    (row,) = written["recalls"]
+    assert row["text"] == "long" and row["images"] == 3 and 0 <= row["t2i_R@1"] <= 100
+    assert written["protocol"]["long"]["backbone"] == "scenes-clip"
+    assert f"{row['t2i_R@1']:.1f}" in shown.output
+
+
+@pytest.mark.parametrize("file", ["file/below.json", "folder", "gone/to/nowhere/file/x"])
+@pytest.mark.parametrize("command", [
+    ("eval", "--data", "no_data", "--pretrained", "no_model", "--json"), ("data", "check", "no_data", "--report"),
+    ("diagnose", "--data", "no_data", "--pretrained", "no_model", "--out"),
+])
+def test_what_cannot_be_written_is_said_first(command, file, tmp_path):
+    "Before data and model are looked for, which are not there either; and nothing is left behind."
+    (tmp_path/"file").write_text("")
+    (tmp_path/"folder").mkdir()
+    there = sorted(tmp_path.rglob("*"))
+    if file.startswith("gone") or (command[0], file) == ("diagnose", "folder"): target, refused = tmp_path/file, False
+    else: target, refused = tmp_path/file, True
+    shown = invoke(*command, target)
+    said = f"{shown.output} {shown.exception}"
+    assert shown.exit_code and ("cannot be written" in said) == refused, said
+    assert sorted(tmp_path.rglob("*")) == there
 
 
 def test_eval_reads_the_offline_world(own, monkeypatch):
