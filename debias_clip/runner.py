@@ -238,11 +238,26 @@ def to_train(models: Iterable[PlannedModel]) -> list[PlannedModel]:
     return [model for model in models if model.state in ("to train", "begun")]
 
 # %% ../nbs/46_runner.ipynb #0c2b06d4
+def _wrong_start(model: PlannedModel, root: Path) -> str | None:
+    "What is wrong with a model that comes with the package, or with a start named by a tag; nothing is fetched."
+    from open_clip import get_pretrained_cfg
+
+    from debias_clip.models import load_published, load_shipped
+    from debias_clip.shipped import shipped
+    backbone, tag = model.config.backbone, model.config.init
+    try:
+        if own := shipped(key=model.key): load_shipped(own[0])
+        elif isinstance(tag, str) and not (root/tag).exists() and not get_pretrained_cfg(backbone, tag):
+            load_published(backbone, tag)
+    except ValueError as e: return str(e)
+
 def _wrong_models(job: Job, ranks: int) -> Iterable[str]:
     "What would stop the trainings of a job on so many processes each."
     from debias_clip.train import shortfalls
     yield from job.missing.values()
-    for model in to_train(planned([job])):
+    models = planned([job])
+    yield from filter(None, (_wrong_start(model, job.root) for model in models if model.state != "trained"))
+    for model in to_train(models):
         for fault in shortfalls(model.config, size_of(model.config) or sys.maxsize, ranks):
             yield f"{model.label}: {fault}"
 

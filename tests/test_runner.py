@@ -2,6 +2,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from checkouts import EXPERIMENT, PARAMETERS, REPO, SMALL, WAIT, Checkout, alive, experiment, quiet, until, weights
 
-from debias_clip import runner
+from debias_clip import runner, shipped
 from debias_clip.cluster import run_side_by_side
 from debias_clip.core import cores
 from debias_clip.preset import job_state, read_preset
@@ -219,6 +220,8 @@ TINY = "backbone: scenes-clip, batch_size: 32, pca_dim: 8, context_length: 88, k
     (f"finetuning: {{data: mine.csv, {TINY}}}", "data mine.csv: there is no such file"),
     (f"finetuning: {{data: sharegpt4v, root: disk, {TINY}}}", "data sharegpt4v: there is no folder disk"),
     ("finetuning: {data: scenes, data_options: {n: 20}, %s}" % TINY, "A, seed 0: batch_size=32 is more than the 20"),
+    ("pretraining: {}, finetuning: {data: scenes, init: web-9, %s}" % TINY,
+     "pretrained='web-9' is neither a file nor published for scenes-clip. Published: web-0"),
     ("tests: {t: {data: docic, root: x}}", "there is no data set 'docic'; did you mean docci or dci"),
     ("tests: {t: {data: docci}}", "data docci: where does it lie"),
     ("tests: {t: {data: docci, rot: x}}", "test t: `data` is needed, and `root` and `options`"),
@@ -247,6 +250,19 @@ def test_everything_that_is_not_ready_is_told_at_once(checkout):
     plan = plan_text(preset, preset.jobs)
     with pytest.raises(ValueError) as e: checkout.run()
     for line in told: assert line in str(e.value) and f"not ready: {line}" in plan
+
+
+def test_a_damaged_start_stops_the_batch_before(tmp_path, monkeypatch):
+    "One that comes with the package and that a preset of this repository starts from."
+    jobs = read_preset("quick", REPO).jobs[:1]
+    assert not_ready(jobs) == []
+    shelf = shutil.copytree(shipped.FOLDER, tmp_path/"weights")
+    monkeypatch.setattr(shipped, "FOLDER", shelf)
+    (shelf/"scenes-clip-web-1.safetensors").write_bytes(b"cut")
+    (shelf/"scenes-clip-web-2.safetensors").unlink()
+    damaged, missing = not_ready(jobs)
+    assert "web-1.safetensors is damaged" in damaged and "web-2.safetensors is missing" in missing
+    assert all("debias-clip run pretraining (main_table)" in said for said in (damaged, missing))
 
 
 # ---- the plan
@@ -295,7 +311,7 @@ def test_every_preset_has_a_plan():
         models = planned(read_preset(name, REPO).jobs)
         counts[name] = len({model.key or repr(model.config) for model in models})
         assert all(model.images is not None for model in models), name
-    assert counts == {"smoke": 18, "quick": 14, "toy": 81, "paper-b16": 24, "paper-l14": 20}, counts
+    assert counts == {"smoke": 18, "quick": 14, "toy": 66, "paper-b16": 24, "paper-l14": 20}, counts
 
 
 # ---- memory
