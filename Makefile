@@ -10,7 +10,7 @@ QUICK := captions sentences losses config records readers store pairs tokens ret
 
 .PHONY: run check test test-slow readme
 run: .venv/installed
-	$(BIN)/debias-clip run quick
+	$(BIN)/debias-clip run quick --processes 2
 
 check: .venv/installed
 	$(BIN)/ruff check .

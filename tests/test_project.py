@@ -261,5 +261,5 @@ def test_the_environment_is_made_once(tmp_path):
     assert "pip install" in plan("run")
     (tmp_path/".venv").mkdir()
     (tmp_path/".venv"/"installed").touch()
-    assert plan("run").strip().endswith("debias-clip run quick") and "pip install" not in plan("run")
+    assert plan("run").strip().endswith("debias-clip run quick --processes 2") and "pip install" not in plan("run")
     assert "pytest" in plan("test").strip().splitlines()[-1] and "pytest" in plan("check").strip().splitlines()[-1]
