@@ -4,11 +4,14 @@
 
 # %% auto #0
 __all__ = ['app', 'Workers', 'Model', 'Pretrained', 'Context', 'command', 'run_command', 'print_plan', 'finish', 'train_command',
-           'load_model', 'texts_by_kind', 'evaluate', 'eval_command', 'short_names', 'named_models', 'preset_models',
-           'diagnose_command', 'main']
+           'models_there', 'models_command', 'load_model', 'texts_by_kind', 'evaluate', 'eval_command', 'short_names',
+           'named_models', 'preset_models', 'diagnose_command', 'main']
 
 # %% ../nbs/49_cli.ipynb #e6fd0a2b
+import json
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -114,16 +117,62 @@ def train_command(
 ):
     """Train models from files of settings; a training that was stopped goes on.
 
+    Ctrl-C and SIGTERM save first.
+
     On several processes: torchrun --nproc_per_node N -m debias_clip.train CONFIG.yaml"""
     from debias_clip.config import Watch
     from debias_clip.train import Stopped, run_files
     asked = Watch(every=watch_every, data=watch, root=watch_root) if watch else None
     given = dict(workers=workers, save_every=save_every, watch=asked)
     given = {name: value for name, value in given.items() if value is not None}
+    before = signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))   # Ctrl-C saves, too
     try: run_files(configs, models, given, wandb)
     except Stopped as e:
         print(f"debias-clip: {e}", file=sys.stderr)
         raise typer.Exit(128 + 15) from None   # as a shell says of SIGTERM
+    finally: signal.signal(signal.SIGINT, before)
+
+# %% ../nbs/49_cli.ipynb #570de7b7
+def models_there(folders) -> list[dict]:
+    """The models in some folders, trained or begun, the oldest first.
+
+    folders: of models, as `--models` names them
+
+    Returns rows of key, backbone, recipe, λ_s, seed, data, steps, state, date (of the last change) and R@1 (or None).
+    """
+    from debias_clip.core import canonical_json
+    from debias_clip.train import Trained
+    rows = []
+    for file in (file for folder in folders for file in Path(folder).glob("*/config.json")):
+        model = Trained(file.parent.name, file.parent, json.loads(file.read_text(encoding="utf-8")))
+        log, changed = model.log() if (file.parent/"log.jsonl").is_file() else [], file.stat().st_mtime
+        if model.weights.is_file(): changed = model.weights.stat().st_mtime
+        seen = [row["whole t2i R@1"] for row in log if "whole t2i R@1" in row]
+        told = model.config
+        recipe = told["recipe"] if isinstance(told["recipe"], str) else canonical_json(told["recipe"])
+        rows.append({
+            "key": model.key, "backbone": told["backbone"], "recipe": recipe.replace("null", "–"),
+            "λ_s": told["short_weight"], "seed": told["seed"], "data": told["data"],
+            "steps": log[-1]["step"] if log else None, "state": "trained" if model.weights.is_file() else "begun",
+            "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(changed)), "R@1": seen[-1] if seen else None,
+            "folder": str(file.parent.parent),
+        })
+    return sorted(rows, key=lambda row: row["date"])
+
+# %% ../nbs/49_cli.ipynb #b7449d31
+@app.command("models")
+def models_command(
+    folders: Annotated[list[Path] | None, typer.Argument(
+        metavar="FOLDER…", help="Folders of models (default: models, and those of runs/).")] = None,
+):
+    """List the models that have been trained, or begun.
+
+    Key, recipe, data, date, and what --watch saw last."""
+    import pandas
+    asked = folders or [Path("models"), *sorted(Path("runs").glob("*/models"))]
+    rows = models_there(asked)
+    if not rows: raise ValueError(f"no model has been trained in {', '.join(map(str, asked))}: name its folder")
+    print(pandas.DataFrame(rows).astype({"R@1": float}).to_string(index=False, na_rep="–", float_format="{:g}".format))
 
 # %% ../nbs/49_cli.ipynb #4652d419
 def load_model(model: str | None, pretrained: str, context: int | None = None):

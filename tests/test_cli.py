@@ -1,6 +1,7 @@
 """The command debias-clip: what it prints, what it refuses, and its exit codes."""
 import json
 import re
+import signal
 
 import open_clip
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from debias_clip import __version__, cli
 from debias_clip.models import create_model, save_checkpoint
+from debias_clip.step import Step
 
 @pytest.fixture
 def checkout(tmp_path): return Checkout(tmp_path)
@@ -85,14 +87,14 @@ def test_help_imports_nothing_heavy(checkout):
     code = """
 import sys
 from debias_clip.cli import app
-for command in ([], ["run"], ["train"], ["eval"], ["diagnose"], ["data"]):
+for command in ([], ["run"], ["train"], ["models"], ["eval"], ["diagnose"], ["data"]):
     try: app([*command, "--help"])
     except SystemExit as e: assert not e.code
 heavy = {"torch", "papermill", "pandas", "open_clip", "matplotlib"} & set(sys.modules)
 assert not heavy, heavy"""
     running = checkout.python(code)
     out, err = running.communicate(timeout=60)
-    assert running.returncode == 0 and out.count("Usage") == 6, err
+    assert running.returncode == 0 and out.count("Usage") == 7, err
     assert out.count("--workers") == 4
 
 
@@ -120,6 +122,33 @@ def test_train_and_torchrun_are_one_command(checkout, here):
     assert running.communicate(timeout=100)[0].strip() == first
     running = checkout.python(code, "none.yaml")
     assert "debias-clip: " in running.communicate(timeout=100)[1] and running.returncode == 1
+
+
+def test_ctrl_c_saves_as_sigterm_does(checkout, here, monkeypatch):
+    "And the same command goes on; afterwards Ctrl-C is what it was."
+    (checkout.root/"one.yaml").write_text(json.dumps(EXPERIMENT["finetuning"] | {"epochs": 2}))
+    take, before = Step.__call__, signal.getsignal(signal.SIGINT)
+    def pressed(self, *args):
+        signal.raise_signal(signal.SIGINT)
+        return take(self, *args)
+    monkeypatch.setattr(Step, "__call__", pressed)
+    code, out, err = here("train", "one.yaml", "--workers", "0")
+    assert code == 143 and out == "" and "ended after step 1 of " in err and "the same call or command goes on" in err
+    assert signal.getsignal(signal.SIGINT) is before
+    code, out, err = here("models")
+    assert code == 0 and " begun " in out, err
+    monkeypatch.setattr(Step, "__call__", take)
+    code, out, err = here("train", "one.yaml", "--workers", "0", "--watch", "scenes")
+    assert code == 0, err
+    (row,) = cli.models_there(["models"])
+    assert row["state"] == "trained" and row["key"] in out and row["recipe"] == "debias" and row["folder"] == "models"
+    code, out, err = here("models")
+    assert code == 0 and row["key"] in out and " trained " in out and "scenes-clip" in out, err
+
+
+def test_no_models_are_said_with_where_they_were_looked_for(checkout, here):
+    code, out, err = here("models")
+    assert code == 1 and out == "" and "no model has been trained in models" in err and "name its folder" in err
 
 
 def test_the_version_is_the_packages(): assert invoke("--version").output == f"debias-clip {__version__}\n"
