@@ -25,7 +25,7 @@ test: .venv/installed
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -m slow
 
-# README.md comes from nbs/index.ipynb: run it, so that its numbers are those of runs/quick, and write it down.
+# README.md comes from nbs/index.ipynb: run it, so that its numbers are those of runs/toy, and write it down.
 readme: .venv/installed
 	cd nbs && ../$(BIN)/jupyter execute --inplace --kernel_name=python3 index.ipynb
 	$(BIN)/nbdev_clean --fname nbs/index.ipynb && $(BIN)/python tools/readme.py

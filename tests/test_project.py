@@ -200,7 +200,7 @@ def shown_by(notebook):
 
 @pytest.mark.long
 def test_the_index_shows_what_running_it_shows():
-    "The numbers of the front page are those in runs/quick."
+    "The numbers of the front page are those in runs/toy."
     kept = nbformat.read(REPO/"nbs"/"index.ipynb", as_version=4)
     copied = nbformat.from_dict(json.loads(json.dumps(kept)))
     place = {"metadata": {"path": str(REPO/"nbs")}}
