@@ -237,7 +237,7 @@ def to_train(models: Iterable[PlannedModel]) -> list[PlannedModel]:
     "Those of a plan that are neither trained nor named before."
     return [model for model in models if model.state in ("to train", "begun")]
 
-# %% ../nbs/46_runner.ipynb #0c2b06d4
+# %% ../nbs/46_runner.ipynb #25e64293
 def _wrong_start(model: PlannedModel, root: Path) -> str | None:
     "What is wrong with a model that comes with the package, or with a start named by a tag; nothing is fetched."
     from open_clip import get_pretrained_cfg
@@ -251,6 +251,7 @@ def _wrong_start(model: PlannedModel, root: Path) -> str | None:
             load_published(backbone, tag)
     except ValueError as e: return str(e)
 
+# %% ../nbs/46_runner.ipynb #0c2b06d4
 def _wrong_models(job: Job, ranks: int) -> Iterable[str]:
     "What would stop the trainings of a job on so many processes each."
     from debias_clip.train import shortfalls

@@ -277,14 +277,18 @@ def test_a_sweep_shares_its_models(preset):
     if preset != "smoke": assert {"Long-CLIP recipe, λ_s 0.5", "no prefix pads"} <= shared
 
 
-def test_the_toy_sweep_asks_for_every_detail():
-    p = parameters("toy", "tradeoff")
-    seen = {name for arm in p["arms"].values() for name in arm}
-    assert seen >= {"recipe", "read_pads", "pca_dim", "label_smoothing", "short_weight"} and len(p["seeds"]) == 3
+@pytest.mark.parametrize("preset, seeds, fields, pads", [
+    ("toy", 3, {"recipe", "read_pads", "short_weight"}, {"random_pads"}),
+    ("paper-b16", 1, {"recipe", "read_pads", "short_weight", "pca_dim", "label_smoothing"},
+     {"random_pads", "random_pads(share=0.5)"}),
+])
+def test_the_sweep_asks_for_every_detail(preset, seeds, fields, pads):
+    p = parameters(preset, "tradeoff")
+    assert {name for arm in p["arms"].values() for name in arm} >= fields and len(p["seeds"]) == seeds
     recipes = {arm.start.recipe for arm in arms_of(p)}
     assert {tuple(map(str, r.short)) for r in recipes if r} >= {("drop_summary", "draw", "in_order"),
                                                                 ("drop_summary", "draw(count=1)")}
-    assert {str(r.short_pads) for r in recipes if r} >= {"random_pads", "random_pads(share=0.5)"}
+    assert {str(r.short_pads) for r in recipes if r} >= pads
     assert any(r and r.long_pads for r in recipes)
 
 
