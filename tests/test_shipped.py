@@ -131,10 +131,10 @@ def test_a_shipped_model_made_again_scores_the_same(tmp_path, monkeypatch, shelf
     from debias_clip.arms import planned_models
     config = planned_models(job.parameters)["start, seed 0"]
     records, values = open_data("scenes", None, dict(split="val", n=1000)), []
-    for folder in (FOLDER, shelf):
+    for name, folder in dict(there=FOLDER, made=shelf).items():
         monkeypatch.setattr(module, "FOLDER", folder)
         module._rows.cache_clear()
-        model, transform, tok = train(config, tmp_path/folder.name, RunOptions(workers=0)).load()
+        model, transform, tok = train(config, tmp_path/name, RunOptions(workers=0)).load()
         rows = score(model, images_transform(records, model, transform), tok, records)
         values.append({(row["text"], row["direction"]): row["value"] for row in rows})
     assert values[0] != values[1]                       # the second was trained, in full precision
