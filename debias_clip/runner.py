@@ -15,9 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -238,26 +239,28 @@ def to_train(models: Iterable[PlannedModel]) -> list[PlannedModel]:
     return [model for model in models if model.state in ("to train", "begun")]
 
 # %% ../nbs/46_runner.ipynb #25e64293
-def _wrong_start(model: PlannedModel, root: Path) -> str | None:
+def _wrong_start(key: str | None, backbone: str, tag: str | None, root: Path) -> str | None:
     "What is wrong with a model that comes with the package, or with a start named by a tag; nothing is fetched."
     from open_clip import get_pretrained_cfg
 
     from debias_clip.models import load_published, load_shipped
     from debias_clip.shipped import shipped
-    backbone, tag = model.config.backbone, model.config.init
     try:
-        if own := shipped(key=model.key): load_shipped(own[0])
-        elif isinstance(tag, str) and not (root/tag).exists() and not get_pretrained_cfg(backbone, tag):
+        if own := shipped(key=key): load_shipped(own[0])
+        elif tag and not (root/tag).exists() and not get_pretrained_cfg(backbone, tag):
             load_published(backbone, tag)
     except ValueError as e: return str(e)
 
 # %% ../nbs/46_runner.ipynb #0c2b06d4
-def _wrong_models(job: Job, ranks: int) -> Iterable[str]:
-    "What would stop the trainings of a job on so many processes each."
+def _wrong_models(job: Job, ranks: int, wrong_start: Callable) -> Iterable[str]:
+    "What would stop the trainings of a job on so many processes each. wrong_start: `_wrong_start`, or like it."
     from debias_clip.train import shortfalls
     yield from job.missing.values()
     models = planned([job])
-    yield from filter(None, (_wrong_start(model, job.root) for model in models if model.state != "trained"))
+    for model in models:
+        tag = model.config.init if isinstance(model.config.init, str) else None
+        fault = model.state != "trained" and wrong_start(model.key, model.config.backbone, tag, job.root)
+        if fault: yield fault
     for model in to_train(models):
         for fault in shortfalls(model.config, size_of(model.config) or sys.maxsize, ranks):
             yield f"{model.label}: {fault}"
@@ -274,9 +277,9 @@ def _wrong_tests(job: Job) -> Iterable[str]:
 
 def not_ready(jobs: Iterable[Job], ranks: int = 1) -> list[str]:
     "What would stop these jobs, with their names. ranks: processes of each training."
-    names = {}
+    names, wrong_start = {}, cache(_wrong_start)   # jobs share their starts: each is read once
     for job in jobs:
-        for fault in dict.fromkeys([*_wrong_models(job, ranks), *_wrong_tests(job)]):
+        for fault in dict.fromkeys([*_wrong_models(job, ranks, wrong_start), *_wrong_tests(job)]):
             names.setdefault(fault, []).append(job.name)
     return [f"{fault} ({', '.join(jobs)})" for fault, jobs in names.items()]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from checkouts import EXPERIMENT, PARAMETERS, REPO, SMALL, WAIT, Checkout, alive, experiment, quiet, until, weights
 
-from debias_clip import runner, shipped
+from debias_clip import models, runner, shipped
 from debias_clip.cluster import run_side_by_side
 from debias_clip.core import cores
 from debias_clip.preset import job_state, read_preset
@@ -263,6 +263,13 @@ def test_a_damaged_start_stops_the_batch_before(tmp_path, monkeypatch):
     damaged, missing = not_ready(jobs)
     assert "web-1.safetensors is damaged" in damaged and "web-2.safetensors is missing" in missing
     assert all("debias-clip run pretraining (main_table)" in said for said in (damaged, missing))
+
+
+def test_a_start_that_jobs_share_is_read_once(monkeypatch):
+    read, load = [], models.load_shipped
+    monkeypatch.setattr(models, "load_shipped", lambda row: read.append(row.key) or load(row))
+    assert not_ready(read_preset("quick", REPO).jobs) == []
+    assert sorted(read) == sorted({row.key for row in shipped.shipped()} & set(read)) and len(read) == 4
 
 
 # ---- the plan
