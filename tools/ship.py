@@ -8,7 +8,7 @@ from debias_clip.checkpoints import read_safetensors
 from debias_clip.config import model_key
 from debias_clip.core import file_hash, write_atomically
 from debias_clip.preset import read_preset
-from debias_clip.shipped import FOLDER, TABLE, Shipped, pack
+from debias_clip.shipped import FOLDER, TABLE, Shipped, pack, shipped
 from debias_clip.tokens import get_tokenizer
 from debias_clip.train import WEIGHTS
 
@@ -37,13 +37,12 @@ def main():
     root = Path(__file__).parent.parent
     job = next(job for job in read_preset("pretraining", root).jobs if job.name == "pretraining")
     models, rows, in_use = root/job.out/"models", [], {}
-    there = {row["key"]: row for row in json.loads((FOLDER/TABLE).read_text(encoding="utf-8"))}
     for arm in arms_of(job.parameters):
         if arm.config is not None: continue
         config = arm.start.init
         row = Shipped(config.backbone, f"web-{arm.seed}", model_key(config, arm.options), "")
-        if row.key in there:   # packed anew it would be the same tensors in other bytes
-            rows.append(there[row.key])
+        if there := shipped(key=row.key):   # packed anew it would be the same tensors in other bytes
+            rows.append(there[0]._asdict())
             continue
         if not (models/row.key/WEIGHTS).exists():
             print(row.file.name, "left out: it is not trained", row.key)
