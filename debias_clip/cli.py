@@ -149,9 +149,10 @@ def models_there(folders) -> list[dict]:
         if model.weights.is_file(): changed = model.weights.stat().st_mtime
         seen = [row["whole t2i R@1"] for row in log if "whole t2i R@1" in row]
         told = model.config
-        recipe = told["recipe"] if isinstance(told["recipe"], str) else canonical_json(told["recipe"])
+        recipe = told["recipe"] or "–"
+        if not isinstance(recipe, str): recipe = canonical_json(recipe)
         rows.append({
-            "key": model.key, "backbone": told["backbone"], "recipe": recipe.replace("null", "–"),
+            "key": model.key, "backbone": told["backbone"], "recipe": recipe,
             "λ_s": told["short_weight"], "seed": told["seed"], "data": told["data"],
             "steps": log[-1]["step"] if log else None, "state": "trained" if model.weights.is_file() else "begun",
             "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(changed)), "R@1": seen[-1] if seen else None,
