@@ -76,23 +76,22 @@ class Task:
     needs: list[str]
 
 def tasks_of(jobs: list[Job], models: list[PlannedModel], workers: int) -> list[Task]:
-    """The tasks of a preset, in an order in which they can be done.
+    """The tasks of a preset, in an order in which they can be done: each notebook as soon as its models are trained.
 
     jobs: those to run
     models: their plan
     workers: processes that load pictures, of each
     """
-    new = to_train(models)
+    new, tasks = to_train(models), []
     names = {model.key: f"{model.label} {model.key}" for model in new}
-    tasks = []
-    for model in new:
-        starts = [other.key for other in new if other.config == model.config.init]
-        job = next(job for job in jobs if job.name == model.experiment)
-        work = TrainWork(model.config, model.options.replace(workers=workers), f"{job.out}/models", job.root)
-        tasks.append(Task(names[model.key], work, [names[key] for key in starts]))
     for job in jobs:
-        own = [model.key for model in models if model.experiment == job.name]
-        tasks.append(Task(job.name, NotebookWork(job, workers), [names[key] for key in own if key in names]))
+        for model in new:
+            if model.experiment != job.name: continue
+            starts = [names[other.key] for other in new if other.config == model.config.init]
+            work = TrainWork(model.config, model.options.replace(workers=workers), f"{job.out}/models", job.root)
+            tasks.append(Task(names[model.key], work, starts))
+        needs = [names[model.key] for model in models if model.experiment == job.name and model.key in names]
+        tasks.append(Task(job.name, NotebookWork(job, workers), needs))
     return tasks
 
 # %% ../nbs/47_cluster.ipynb #34deef13
