@@ -225,5 +225,6 @@ def scene_records(split="train", n=None, text="long", author="own"):
         if given not in known[what]: raise ValueError(f"the offline world: {unknown(what, given, known[what])}")
     scenes, images = _pictures(split, SPLITS[split][0] if n is None else n)
     short = None if split in ("web", "train") else _short(scenes, split)
+    who = "training author" if author == "own" else f"{author} author"
     return Records(f"scenes, {split}", images, _captions(scenes, split, text, author), short,
-                   splitter="written as sentences", protocol=f"offline world, {text} captions by the {author} author")
+                   splitter="written as sentences", protocol=f"offline world, {text} captions by the {who}")

@@ -29,7 +29,7 @@ TEXTS = {
 def text_said(row):
     "How a sentence names the text of a row."
     text = str(row["text"])
-    return TEXTS.get(text, f"{text} of filler" if text.startswith("behind") else f"with {text}")
+    return TEXTS.get(text, text if text.startswith("behind") else f"with {text}")
 
 def arm_said(arm):
     'How a sentence names an arm: "the DeBias recipe", "the pre-trained model", "*+ sampling*".'
@@ -47,10 +47,15 @@ def capital(sentence):
 
 # %% ../nbs/41_findings.ipynb #48e8d54a
 def basis_said(gains):
-    'What differences rest on: "over 5 seeds", "over 3 to 5 seeds", "with one seed and intervals over images".'
+    """What differences rest on: "over 5 seeds, corrected for 12 comparisons", "with one seed, …".
+
+    gains: of `tables.differences`; without a column `family` nothing is said of a correction
+    """
     fewest, most = gains.seeds.min(), gains.seeds.max()
-    if most > 1: return f"over {most} seeds" if fewest == most else f"over {fewest} to {most} seeds"
-    return "with one seed" if gains.low.isna().all() else "with one seed and intervals over images"
+    over = f"over {most} seeds" if fewest == most else f"over {fewest} to {most} seeds"
+    alone = "with one seed" + ("" if gains.low.isna().all() else " (intervals over images tell nothing of others)")
+    family = int(gains.family.max()) if "family" in gains else 0
+    return (over if most > 1 else alone) + (f", corrected for {family} comparisons" if family > 1 else "")
 
 def kind_of(row):
     'What a difference is: "higher", "lower", "unclear" or "no interval".'
@@ -87,7 +92,7 @@ def compare(gains, of=text_said, verbs=SCORES, unit=" points", digits=1, brief=F
     gains: of `tables.differences`, rows of one arm and one `against`
     of, unit, digits: as in `listed`
     verbs: for clear differences above and below zero
-    brief: whether what is not clear is named without numbers, as "elsewhere"
+    brief: whether what is not clear is named without numbers, as "elsewhere", unless it is clear before correction
 
     Returns text; "" for no rows.
     """
@@ -103,7 +108,9 @@ def compare(gains, of=text_said, verbs=SCORES, unit=" points", digits=1, brief=F
         if not len(rows): continue
         between = "" if told else f" between {arm} and {against}"
         where = places(rows) if not brief else "elsewhere" if told else "anywhere"
-        told.append(f"{start}{between} {where}")
+        nearly = rows[(rows.low > 0) | (rows.high < 0)]
+        hint = f", though close to one {places(nearly)}" if brief and len(nearly) else ""
+        told.append(f"{start}{between} {where}{hint}")
     return "; ".join(told)
 
 def sentence(gains, **more):
@@ -140,7 +147,7 @@ class Statement(NamedTuple):
 
     text: the kind
     paper: what it says
-    reasons: likely reason if it is so here, if there is no clear difference, if it is the other way round
+    reasons: what may be the reason if it is so here, if there is no clear difference, if it is the other way round
     """
     text: str
     paper: str
@@ -152,7 +159,7 @@ STATEMENTS = [
         "the summary alone finds most of the pictures that these models can find, so the details decide little",
         "the short branch no longer trains the summary, which is what finds a picture here")),
     Statement("move", "under Move the DeBias recipe loses 3.5 points, Long-CLIP's 9.7 (DOCCI)", (
-        "short captions that begin with any detail, at any position, make no place special",
+        "a short caption without the summary may begin with any detail, so that no place is special",
         "the long branch, the same in both recipes, decides how places are read",
         "details at changing positions are harder to learn from than the summary at the first")),
     Statement("remove", "under Remove the DeBias recipe loses 12.1 points, Long-CLIP's 17.1 (DOCCI)", (
@@ -177,7 +184,7 @@ STATEMENTS += [
 FEW_SEEDS = "a plain 95 % interval leaves zero out, but so few seeds are not enough for several comparisons at once"
 
 def paper_table(gains, more, arm="DeBias recipe", against="Long-CLIP recipe"):
-    """What the paper says, what was found here, and the likely reason.
+    """What the paper says, what was found here, and what may be the reason.
 
     gains: of `tables.differences` of one direction, with test and text
     more: the same of the points lost under Move and Remove
@@ -196,8 +203,8 @@ def paper_table(gains, more, arm="DeBias recipe", against="Long-CLIP recipe"):
         reason = reasons[{(True, False): 0, (False, True): 2}.get(tuple(found), 1)]
         if not any(found) and ((rows.low > 0) | (rows.high < 0)).any(): reason = FEW_SEEDS
         here = compare(rows, verbs=LOSES if lost else SCORES)
-        lines.append({"the paper says": paper, "here": capital(here), "likely reason": capital(reason)})
-    return pd.DataFrame(lines, columns=["the paper says", "here", "likely reason"]).set_index("the paper says")
+        lines.append({"the paper says": paper, "here": capital(here), "a possible reason": capital(reason)})
+    return pd.DataFrame(lines, columns=["the paper says", "here", "a possible reason"]).set_index("the paper says")
 
 # %% ../nbs/41_findings.ipynb #c5212856
 def by_arm(gains, basis=True, **more):
@@ -224,10 +231,10 @@ def drops_finding(more, arm="DeBias recipe"):
     moved = pick(more, arm=arm, text=["move", "remove"])
     if not len(moved): return by_arm(more, verbs=LOSES)
     kinds = {kind_of(row) for row in moved.to_dict("records")}
-    if kinds == {"lower"}: agrees = "as in the paper"
-    else: agrees = "unlike in the paper" if "higher" in kinds else "which the paper finds clearer"
+    if kinds == {"lower"}: agrees = ", as in the paper"
+    else: agrees = ", unlike in the paper" if "higher" in kinds else "; in the paper it loses less under both"
     others = more[more.arm != arm]
-    told = f"{capital(basis_said(moved))}, {compare(moved, verbs=LOSES)}, {agrees}."
+    told = f"{capital(basis_said(moved))}, {compare(moved, verbs=LOSES)}{agrees}."
     return f"{told} {by_arm(others, basis=False, verbs=LOSES, brief=True)}" if len(others) else told
 
 # %% ../nbs/41_findings.ipynb #464a4a27
@@ -329,16 +336,17 @@ def weight_finding(more):
     if not len(more): return "No λ_s was tried with both recipes."
     weights = sorted(more.λ_s.unique())
     told = [f"At λ_s {weight:g}, {compare(more[more.λ_s == weight], verbs=LOSES)}." for weight in weights]
-    less = [kind_of(row) == "lower" for row in more.to_dict("records")]
-    parted = sorted(more.λ_s[less].unique())
-    return f"Differences {basis_said(more)}. {' '.join(told)} {_papers_weight(parted, weights)}"
+    less = pd.Series([kind_of(row) == "lower" for row in more.to_dict("records")], more.index)
+    return f"Differences {basis_said(more)}. {' '.join(told)} {_papers_weight(less.groupby(more.λ_s).agg(list))}"
 
-def _papers_weight(parted, weights, paper=.1):
-    "What the paper's λ_s is here. parted: values of λ_s at which the recipes part; weights: all that were tried."
+def _papers_weight(less, paper=.1):
+    "What the paper's λ_s is here. less: Series λ_s -> list of whether the recipe loses less, a bool a comparison."
+    parted = sorted(less.index[less.map(any)])
     if not parted: return f"The paper's best is {paper:g}; here the recipes part at no λ_s that was tried."
-    if parted[0] <= paper: return f"The paper's best is {paper:g}, and here, too, the recipes part at {parted[0]:g}."
-    if paper not in weights: return f"The paper's best is {paper:g}, which was not tried; they part at {parted[0]:g}."
-    return (f"The paper's best is {paper:g}; here the recipes part at {parted[0]:g} and not yet at {paper:g}. In a "
+    first = f"at {parted[0]:g} (in {sum(less[parted[0]])} of {len(less[parted[0]])} comparisons)"
+    if parted[0] <= paper: return f"The paper's best is {paper:g}, and here, too, the recipes part {first}."
+    if paper not in less.index: return f"The paper's best is {paper:g}, which was not tried; they part {first}."
+    return (f"The paper's best is {paper:g}; here the recipes part {first} and not yet at {paper:g}. In a "
             f"world this small, {parted[0]:g} may be what {paper:g} is for CLIP.")
 
 # %% ../nbs/41_findings.ipynb #dbd2a1d0

@@ -87,8 +87,8 @@ def claim_rows(model, transform, tok, records, orders=("full", "move", "remove",
     orders: of `captions.permute`, with "full"
     copies, filler: as in `push_rows`; left out, with a warning, where too few captions have two sentences that fit
 
-    Returns rows of what `rank_rows` gives, and what: "text", with text as of `score`, the last "behind 48 tokens" (of
-    the filler, of the most copies); "order", the same of the captions that have all orders; "filler", with tokens.
+    Returns rows of what `rank_rows` gives, and what: "text", with text as of `score`, the last "behind 48 tokens of
+    filler" (of the most copies); "order", the same of the captions that have all orders; "filler", with tokens.
     """
     images = encode_images(model, records, transform, workers=workers)
     ordered = score(model, transform, tok, records, orders, False, images)
@@ -112,7 +112,7 @@ def filler_rows(model, transform, tok, records, copies, filler, images):
 def _farthest(pushed):
     "Rows of texts of those pushed farthest; [] where nothing was pushed."
     farthest = max((row["tokens"] for row in pushed), default=0)
-    return [row | dict(text=f"behind {farthest} tokens") for row in pushed if row["tokens"] == farthest]
+    return [row | dict(text=f"behind {farthest} tokens of filler") for row in pushed if row["tokens"] == farthest]
 
 # %% ../nbs/35_measures.ipynb #083bdef5
 PAIRS = {"first2": "First 2", "swap2": "Swap 2", "first": "First only"}   # as the paper calls them

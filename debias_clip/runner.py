@@ -37,6 +37,7 @@ from debias_clip.preset import (
     read_preset,
     training_options,
 )
+from .results import folded
 
 # %% ../nbs/46_runner.ipynb #c60334fc
 def versions() -> dict[str, str]:
@@ -109,11 +110,11 @@ def _execute(job: Job, workers: int) -> str | None:
 
 # %% ../nbs/46_runner.ipynb #2435ac25
 def _executed(job: Job) -> dict:
-    "The executed notebook as it will be kept: without paths of this machine."
+    "The executed notebook as it will be kept: without paths of this machine, and folded."
     nb = scrubbed(json.loads(job.file("partial.ipynb").read_text(encoding="utf-8")), job.root)
     paths = dict(input_path=job.notebook.relative_to(job.root).as_posix(), output_path=f"{job.out}/{job.name}.ipynb")
     nb["metadata"].get("papermill", {}).update(paths)
-    return nb
+    return folded(nb)
 
 def _where_it_stopped(nb: dict) -> str:
     "The last cell that an executed notebook has begun."

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from matplotlib import pyplot as plt
 
-from debias_clip.figures import LOOKS, counted_panels, curves, dots, looks, plane
+from debias_clip.figures import LOOKS, counted_panels, curves, dots, looks, plane, rests_on
 
 @pytest.fixture(autouse=True)
 def closed():
@@ -33,11 +33,11 @@ def points(ax): return [c.lines[0].get_xdata().tolist() for c in ax.containers]
 
 
 def test_dots_stand_where_the_numbers_are(tmp_path):
-    "A line of panels for each test set, a panel for each text; an arm has its place and its colour in all."
+    "A line of panels for each text, a panel for each test set; an arm has its place and its colour in all."
     fig = dots(SCORES, str(tmp_path), "fig", zero=True)
     assert (tmp_path/"fig.png").stat().st_size > 3000
-    assert [ax.get_title() for ax in fig.axes] == [f"{t}: {x}" for t in ("own", "other")
-                                                   for x in ("whole caption", "short")]
+    assert [ax.get_title() for ax in fig.axes] == [f"{t}: {x}" for x in ("whole caption", "short text")
+                                                   for t in ("own", "other")]
     assert [t.get_text() for t in fig.axes[0].get_yticklabels()] == ["b", "a"] and fig.axes[0].get_ylim() == (1.5, -.5)
     assert all(points(ax) == [[40], [45]] for ax in fig.axes)
     assert [c.lines[0].get_ydata().tolist() for c in fig.axes[0].containers] == [[0], [1]]
@@ -47,8 +47,8 @@ def test_dots_stand_where_the_numbers_are(tmp_path):
 
 
 def test_dots_without_intervals():
-    fig = dots(SCORES.assign(low=None, high=None).query("test == 'own'"))
-    assert [ax.get_title() for ax in fig.axes] == ["whole caption", "short"]
+    fig = dots(SCORES.assign(low=None, high=None).query("text == 'short'"))
+    assert [ax.get_title() for ax in fig.axes] == ["own", "other"]
     assert not fig.axes[0].containers[0].has_xerr
 
 
@@ -58,6 +58,25 @@ def test_an_arm_looks_the_same_everywhere():
         pd.DataFrame(dict(arm=names[::-1])), "arm")["DeBias recipe"]
     colours = [LOOKS[name][0] for name in ("pre-trained", "Long-CLIP recipe", "DeBias recipe")]
     assert len(set(colours)) == 3 and LOOKS["DeBias recipe"] == LOOKS["+ prefix padding"]       # one model
+
+
+def test_what_is_all_of_one_arm_looks_like_it():
+    of = looks(pd.DataFrame(dict(arm="DeBias recipe", text=["move", "remove"])), "text")
+    assert {(look["color"], look["marker"]) for look in of.values()} == {LOOKS["DeBias recipe"]}
+
+
+@pytest.mark.parametrize("seeds, said", [
+    ([5, 5], "means of 5 seeds, 95 % intervals over seeds"),
+    ([1, 1], "95 % intervals over images, one seed"),
+    ([5, 0], "means of 5 seeds, 95 % intervals over seeds; of what has one or none, over images"),
+    ([3, 5, 1], "means of 3 to 5 seeds, 95 % intervals over seeds; of what has one or none, over images")])
+def test_a_figure_says_what_its_points_and_bars_are(seeds, said):
+    over = ["over seeds" if n > 1 else "over images" for n in seeds]
+    summary = pd.DataFrame(dict(arm=[f"arm {i}" for i in range(len(seeds))], test="own", text="move", value=4., low=3.,
+                                high=5., seeds=seeds, interval=over))
+    assert rests_on(summary) == said and dots(summary).get_supxlabel().endswith(f"\n{said}")
+    assert curves(summary, "text", hue="arm").get_supxlabel() == said
+    assert rests_on(summary.assign(low=None)) == rests_on(summary.drop(columns="interval")) == ""
 
 
 def test_the_ideal_reader_is_a_line_through_each_panel():
@@ -126,33 +145,33 @@ def test_titles_count_the_captions_of_the_first_point():
 
 PLANE = pd.DataFrame([dict(test=t, text=x, arm=a, value=w + i, low=w + i - 1, high=w + i + 2)
                       for t, v in (("A", 10.), ("B", 50.)) for x, i in (("short", 0), ("whole caption", 3))
-                      for a, w in (("zero", v), ("one", v + 5), ("two", v + 7))])
-ARMS = {"first": ["zero", "one"], "second": ["zero", "two"]}
-WEIGHTS = {"zero": 0., "one": .1, "two": 1.}
+                      for a, w in (("one", v + 5), ("two", v + 7), ("near two", v + 7.125))])
+ARMS = {"first": ["zero", "one"], "second": ["zero", "two", "near two"]}
+WEIGHTS = {"zero": 0., "one": .1, "two": 1., "near two": .9}
 PLANES = {"A": [["A", "short"], ["A", "whole caption"]], "A against B": [["B", "short"], ["A", "whole caption"]]}
 
 
 def joined(ax): return [line.get_xydata().tolist() for line in ax.lines if line.get_label() in ARMS]
 
 
-def test_points_lie_where_the_numbers_are():
-    a, b = plane(PLANE, ARMS, WEIGHTS, PLANES).axes
-    assert joined(a) == [[[10, 13], [15, 18]], [[10, 13], [17, 20]]]
-    assert joined(b) == [[[50, 13], [55, 18]], [[50, 13], [57, 20]]]
-    assert sorted(t.get_text() for t in a.texts) == ["0", "0.1", "1"]              # an arm on two lines is marked once
-    assert b.get_xlabel().startswith("B, short") and b.get_ylabel().startswith("A, whole caption")
-    assert a.get_xlabel().startswith("short")
+def test_points_lie_where_the_gains_are(tmp_path):
+    a, b = plane(PLANE, "zero", ARMS, WEIGHTS, PLANES, str(tmp_path), "gains").axes
+    assert (tmp_path/"gains.png").is_file()
+    assert joined(a) == [[[0, 0], [15, 18]], [[0, 0], [17, 20], [17.125, 20.125]]]
+    assert joined(b) == [[[0, 0], [55, 18]], [[0, 0], [57, 20], [57.125, 20.125]]]
+    assert b.get_xlabel().startswith("B, short text: gain") and b.get_ylabel().startswith("A, whole caption: gain")
     bars = np.concatenate([s for c in a.collections for s in c.get_segments()])    # one below, two above each
-    assert bars.min(0).tolist() == [9, 12] and bars.max(0).tolist() == [19, 22]
+    assert bars.max(0).tolist() == [19.125, 22.125] and bars.min(0).tolist() == [0, 0]
 
 
-def test_gains_start_at_the_origin(tmp_path):
-    gains = PLANE[PLANE.arm != "zero"].assign(low=None, high=None)
-    fig = plane(gains, ARMS, WEIGHTS, PLANES, out=str(tmp_path), name="gains", origin="zero")
-    assert [line[0] for line in joined(fig.axes[0])] == [[0, 0], [0, 0]] and (tmp_path/"gains.png").is_file()
-    with pytest.raises(ValueError, match="no 'short' of 'zero' on 'A'"): plane(gains, ARMS, WEIGHTS, PLANES)
+def test_points_on_one_spot_share_their_text():
+    a, _ = plane(PLANE, "zero", ARMS, WEIGHTS, PLANES).axes
+    assert sorted(t.get_text() for t in a.texts) == ["0.1", "1, 0.9"]              # and the origin has none
+
+
+def test_a_point_that_is_not_there_is_an_error():
     with pytest.raises(ValueError, match="no 'short' of 'one' on 'C'"):
-        plane(PLANE, {"x": ["one"]}, WEIGHTS, {"C": [["C", "short"], ["A", "short"]]})
+        plane(PLANE, "zero", {"x": ["one"]}, WEIGHTS, {"C": [["C", "short"], ["A", "short"]]})
 
 
 # ---- the ideal reader

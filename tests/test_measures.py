@@ -72,7 +72,7 @@ def test_the_main_experiment_asks_what_its_parts_ask(asked, monkeypatch):
     moved = ["move", "remove", "first sentence", "short"]
     assert values(pick(text, text=moved), "text") == values(pick(scored, text=moved), "text")
     assert values(pick(text, text="whole caption"), "text") == values(score(*asked, short=False), "text")
-    behind = f"behind {farthest} tokens"
+    behind = f"behind {farthest} tokens of filler"
     assert values(pick(text, text=behind), "tokens") == values(pick(pushed, tokens=farthest), "tokens")
     assert list(dict.fromkeys(r["text"] for r in text)) == [
         "whole caption", "move", "remove", "first sentence", "short", behind]

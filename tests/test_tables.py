@@ -19,6 +19,7 @@ from debias_clip.tables import (
     corrected,
     differences,
     gain_rows,
+    headline,
     loss_rows,
     number,
     on_lines,
@@ -261,8 +262,31 @@ def test_a_table_of_nothing_is_its_head():
 
 
 def test_the_papers_numbers_are_a_table_of_their_own():
-    assert PAPER.table().loc[("DeBias recipe", "short")].tolist() == ["43.0 / 61.3 (COCO)"]
+    assert PAPER.table().loc[("DeBias recipe", "short text")].tolist() == ["43.0 / 61.3 (COCO)"]
     assert PAPER_ABLATION.table().index.names == ["arm"] and len(PAPER_DROPS.table()) == 4
+    for quoted in (PAPER, PAPER_ABLATION, PAPER_DROPS):
+        assert quoted.source.startswith("Quoted from") and quoted.markdown().endswith(f" |\n\n{quoted.source}")
+
+
+@pytest.mark.parametrize("seeds, said", [
+    ([3], "seed 3"), ([0, 1], "seeds 0 and 1"), ([0, 2, 5], "seeds 0, 2 and 5"), ([0, 1, 2, 3], "seeds 0 to 3")])
+def test_a_headline_names_the_seeds(seeds, said):
+    assert headline("toy", seeds) == f"Preset *toy*, {said}."
+    assert headline("toy", [7], {"a": {}, "b": {"seeds": seeds}}) == f"Preset *toy*: a seed 7; b {said}."
+
+
+def test_a_row_says_how_many_differences_are_corrected_with_it():
+    rows = rows_of({(a, s): 40. + s for a in "ab" for s in (0, 1)} | {("a", 2): 1.})
+    gains = differences([r | dict(text=t) for r in rows for t in ("move", "remove")], "b", ["text", "direction"],
+                        family=["direction"])
+    assert gains.family.tolist() == [2]*len(gains)
+
+
+def test_labels_are_shown_by_their_names():
+    t = table(summarise([row("a", 0, 40., text=t) for t in ("move", "short", "behind 40 tokens of filler")],
+                        ["arm", "text", "direction"]), ["arm", "text"])
+    assert t.index.get_level_values("text").tolist() == ["Move", "short text", "behind 40 tokens of filler"]
+    assert t.columns.tolist() == ["text→image R@1"]
 
 
 def test_rows_are_grouped_by_their_first_label_whatever_the_order_of_the_scores():
