@@ -197,7 +197,7 @@ def test_records_are_whole(split, text):
     records = scene_records(split, n=30, text=text)
     assert len(records) == 30 and records.images.shape == (30, 48, 48, 3) and records.images.dtype == np.uint8
     assert all((len(caption) == 1) == (text == 'web') for caption in records.captions)
-    assert split in records.name and text in records.protocol and 'own' in records.protocol
+    assert split in records.name and text in records.protocol and 'training author' in records.protocol
     assert (records.short is None) == (split in ('web', 'train'))
     if records.short is None: return
     assert all(len(five) == 5 for five in records.short) and any(len(set(five)) > 1 for five in records.short)
