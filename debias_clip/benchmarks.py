@@ -19,6 +19,7 @@ from . import authors, scenes
 from .core import canonical_json, unknown
 from .datasets import DATASETS, data_set
 from debias_clip.readers import (
+    ENDINGS,
     Sample,
     at_rest,
     checked,
@@ -27,6 +28,7 @@ from debias_clip.readers import (
     present,
     raising,
     read_records,
+    state_of,
     table,
     table_file,
 )
@@ -51,7 +53,7 @@ def samples(data, note, root=None, **options) -> Iterator[Sample]:
 def is_own(data) -> bool:
     "Whether `data` (str or path) is a table of one's own or its folder, there or not, rather than a data set's name."
     if str(data) in DATASETS: return False
-    return os.path.exists(data) or os.sep in str(data) or str(data).endswith((".csv", ".jsonl"))
+    return os.path.exists(data) or os.sep in str(data) or str(data).endswith(ENDINGS)
 
 # %% ../nbs/19_benchmarks.ipynb #b9e1adc3
 def load_records(name, root, splitter="default", max_missing=0.0, cache=None, **options) -> Records:
@@ -147,7 +149,7 @@ def open_data(data, root=None, options=None) -> Records:
     wrong = wrong_data(data, root, options)
     if wrong: raise ValueError(wrong)
     file = table_file(data) if is_own(data) else None
-    state = [file.stat().st_size, file.stat().st_mtime_ns] if file else None
+    state = state_of(file) if file else None
     return opened(str(data), None if root is None else str(root), canonical_json(options or {}), canonical_json(state))
 
 @lru_cache(maxsize=None)

@@ -30,7 +30,7 @@ from .captions import Recipe
 from .core import file_hash, first_few, shortened
 from .datasets import data_set
 from .pairs import draw_texts
-from .readers import Sample, sentences_of, table_file
+from .readers import Sample, folder_of, sentences_of, table_file
 from .records import ImageError, Records, in_processes, in_threads, load_image, same_name, select
 from .store import TextStore
 from .tokens import Tokenizer, get_tokenizer
@@ -110,7 +110,8 @@ def kind_lines(report, kind) -> list[str]:
     groups, reason = group_lines(findings), f": {excuse}" if excuse else ""
     if not findings: return [f"  {doubt_line(report, kind) or f'ok    {kind}'}"]
     head = f"  {'note ' if excuse else 'FAULT'} {kind:19}"
-    if len(groups) == 1: return [head + groups[0] + reason]
+    remedy = findings[0][1].partition("; ")[2] if not excuse else ""    # of the first
+    if len(groups) == 1: return [head + groups[0] + reason, *([f"          {remedy}"] if remedy else [])]
     return [f"{head}{len(findings):,}{reason}", *(f"          {group}" for group in groups)]
 
 # %% ../nbs/23_checks.ipynb #3ca44917
@@ -260,17 +261,18 @@ def why_unreadable(file) -> str:
     return "cut short or damaged"
 
 # %% ../nbs/23_checks.ipynb #4e61b82a
-def check_data(name, root=None, quick: bool = False, max_missing: float = 0.0) -> Report:
+def check_data(name, root=None, quick: bool = False, max_missing: float = 0.0, columns=None) -> Report:
     """Goes through a copy of a data set to its end and counts every fault.
 
     name: of a protocol, with root: its folder; or one's own table of captions or its folder
     quick: leave the pictures unopened (names and sizes only)
     max_missing: share of the images, 0 to 1, that may be absent
+    columns: of one's own table, dict image, caption -> name of the column (None: as `readers.table` finds it)
 
     Raises ValueError where the name is unknown or ambiguous, or the folder or table is not there.
     """
     report = new_report(name, root, quick)
-    images = read_captions(report, all_samples(report, name, root))
+    images = read_captions(report, all_samples(report, name, root, columns or {}))
     if report.published and report.published != (report.images, report.texts):
         images_there, texts_there = report.published
         report.note("counts", f"published: {images_there:,} images with {texts_there:,} captions")
@@ -284,7 +286,7 @@ def check_data(name, root=None, quick: bool = False, max_missing: float = 0.0) -
 # %% ../nbs/23_checks.ipynb #52863567
 def new_report(name, root, quick) -> Report:
     "An empty report. Raises ValueError where there is nothing to check."
-    if is_own(name): return Report(str(name), Path(root or table_file(name).parent), "one's own captions", quick)
+    if is_own(name): return Report(str(name), Path(root or folder_of(table_file(name))), "one's own captions", quick)
     row = data_set(str(name))
     if row.reader is None: raise ValueError(f"{name} is made here: there is no copy to check.")
     if root is None: raise ValueError(f"where does {name} lie? Give its folder with --root")
@@ -293,9 +295,11 @@ def new_report(name, root, quick) -> Report:
     return Report(name, Path(root), row.protocol, quick, published, excused=dict(row.repeats))
 
 # %% ../nbs/23_checks.ipynb #88e672ab
-def all_samples(report, name, root) -> Iterator[Sample]:
+def all_samples(report, name, root, columns) -> Iterator[Sample]:
     "The samples; where there are none to read, that is the fault."
-    try: yield from samples(name, report.note, root)
+    given = {what: column for what, column in columns.items() if column is not None}
+    if given and not is_own(name): raise ValueError(f"{name} has its own columns: name those of your own table alone")
+    try: yield from samples(name, report.note, root, **given)
     except ValueError as e: report.note("records", str(e))
 
 def note_empty(report, there):

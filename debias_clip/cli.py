@@ -19,7 +19,18 @@ import typer
 
 from . import __version__
 from .core import foreseen
-from .data_command import Data, Root, data_app, records_of, writable, write_json
+from debias_clip.data_command import (
+    CaptionColumn,
+    Data,
+    ImageColumn,
+    MaxMissing,
+    MaxUnreadable,
+    Root,
+    data_app,
+    records_of,
+    writable,
+    write_json,
+)
 
 # %% ../nbs/49_cli.ipynb #3bb9a848
 app = typer.Typer(
@@ -229,7 +240,9 @@ def evaluate(model, transform, tok, records, workers: int = 0) -> list[dict]:
 def eval_command(
     data: Data,
     pretrained: Annotated[str, typer.Option(metavar="TAG_OR_FILE", help="A published tag, or a checkpoint file.")],
-    model: Model = None, root: Root = None, context: Context = None, workers: Workers = None,
+    model: Model = None, root: Root = None, image_column: ImageColumn = None, caption_column: CaptionColumn = None,
+    max_missing: MaxMissing = None, max_unreadable: MaxUnreadable = None, context: Context = None,
+    workers: Workers = None,
     file: Annotated[Path | None, typer.Option(
         "--json", metavar="FILE", help="Write the numbers, and how they were measured, into this file too.")] = None,
 ):
@@ -241,7 +254,7 @@ def eval_command(
     from debias_clip.tokens import get_tokenizer
     from debias_clip.train import images_transform
     writable(file)
-    records = records_of(data, root)
+    records = records_of(data, root, image_column, caption_column, max_missing, max_unreadable)
     net, name, transform, about = load_model(model, pretrained, context)
     tok = get_tokenizer(name, net.context_length)
     rows = evaluate(net, images_transform(records, net, transform), tok, records, loader_workers(workers))
@@ -296,7 +309,9 @@ def diagnose_command(
         metavar="TAG_OR_FILE", help="A second model, side by side with the first.")] = None,
     preset: Annotated[str, typer.Option(
         metavar="PRESET", help="Without --pretrained: whose trained models are looked at.")] = "quick",
-    data: Data = "scenes", root: Root = None, context: Context = None, workers: Workers = None,
+    data: Data = "scenes", root: Root = None, image_column: ImageColumn = None, caption_column: CaptionColumn = None,
+    max_missing: MaxMissing = None, max_unreadable: MaxUnreadable = None, context: Context = None,
+    workers: Workers = None,
     images: Annotated[int, typer.Option(
         metavar="N", min=2, help="Images at most; drawn where there are more.")] = 500,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the images, orders and swaps drawn.")] = 0,
@@ -314,7 +329,8 @@ def diagnose_command(
         raise typer.BadParameter("--model and --against need --pretrained TAG_OR_FILE")
     given = [weights for weights in (pretrained, against) if weights]
     writable(out/"diagnosis.json")
-    records, diagnoses = records_of(data, root), []
+    records = records_of(data, root, image_column, caption_column, max_missing, max_unreadable)
+    diagnoses = []
     for name, net, transform, tok, about in named_models(model, given, context) if given else preset_models(preset):
         say(f"asking {name}")
         transform = images_transform(records, net, transform)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['DATASETS', 'HF', 'GITHUB', 'COCO', 'DOCCI', 'KARPATHY', 'SA1B', 'REPEATED', 'SHAREGPT4V', 'IIW', 'FLICKR_FOLDERS',
            'KARPATHY_ZIP', 'TOKEN_LINE', 'KAGGLE_LINE', 'Source', 'DataSet', 'variant', 'sharegpt4v', 'turns',
-           'urban1k', 'dci', 'docci', 'iiw', 'listed', 'coco', 'karpathy', 'flickr30k', 'data_set']
+           'numbers', 'urban1k', 'dci', 'docci', 'iiw', 'listed', 'coco', 'karpathy', 'flickr30k', 'data_set']
 
 # %% ../nbs/18_datasets.ipynb #29824160
 import itertools
@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import ijson
 
 from .core import unknown
-from .readers import Sample, as_text, find, json_lines, numbers, parsed, value
+from .readers import Sample, as_text, find, json_lines, parsed, value
 
 # %% ../nbs/18_datasets.ipynb #6ad48eb6
 @dataclass(frozen=True)
@@ -145,6 +145,10 @@ DATASETS["sharegpt4v-val"] = variant(
     "sharegpt4v", {"part": "val"}, "validation: the first 1,000 records", 1_000, 1_000, paper=True)
 
 # %% ../nbs/18_datasets.ipynb #29960985
+def numbers(path) -> list:
+    "For sorting: 9.txt before 10.txt."
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]
+
 def urban1k(root, note, whole=False):
     "Urban1k: caption/N.txt and image/N.jpg. whole: the whole file rather than its first line that is not blank."
     folder = find(root, "caption", "Urban1k/caption")

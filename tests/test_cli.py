@@ -1,6 +1,7 @@
 """The command debias-clip: what it prints, what it refuses, and its exit codes."""
 import json
 import re
+import shutil
 import signal
 
 import open_clip
@@ -171,6 +172,43 @@ def test_eval_of_a_checkpoint(own):
     assert invoke("eval", "--model", "scenes-clip", "--data", own).exit_code == 2
     shown = invoke("eval", "--pretrained", "openai", "--data", own)
     assert "name the backbone (--model NAME), or mend the path" in str(shown.exception)
+
+
+TABLE_COMMANDS = {   # on a folder of one's own
+    "eval": lambda folder: ("eval", "--pretrained", folder/"model.safetensors", "--workers", 0, "--data", folder/"own"),
+    "diagnose": lambda folder: ("diagnose", "--pretrained", folder/"model.safetensors", "--workers", 0, "--out",
+                                folder/"report", "--data", folder/"own"),
+    "check": lambda folder: ("data", "check", folder/"own"),
+    "show": lambda folder: ("data", "show", folder/"own"),
+}
+
+
+@pytest.fixture
+def named_otherwise(own, tmp_path):
+    "The captions of `own` under other names of columns, one picture gone and one damaged; a function that says so."
+    shutil.copytree(own, tmp_path/"own")
+    shutil.copy(own/"model.safetensors", tmp_path)
+    captions = (tmp_path/"own"/"captions.csv").read_text().replace("image,caption", "filepath,title")
+    more = [f"{i}.png,A square of number {i}. It is small. It is red." for i in (3, 4)]
+    (tmp_path/"own"/"captions.csv").write_text("\n".join([captions, *more]))
+    (tmp_path/"own"/"4.png").write_bytes(b"no picture")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", TABLE_COMMANDS)
+def test_each_command_that_reads_a_table_takes_the_remedies_that_it_names(named_otherwise, command):
+    "Every option in its messages can be typed, one after the other, until the command succeeds."
+    typed = TABLE_COMMANDS[command](named_otherwise)
+    remedies = {"--image-column": "filepath", "--caption-column": "title", "--max-missing": .2, "--max-unreadable": .25}
+    for _ in range(4):
+        shown = invoke(*typed)
+        said = f"{shown.output} {shown.exception}"
+        options = [option for option in remedies if option in re.findall(r"--[a-z-]+", said)]
+        if shown.exit_code == 0 or not options: break
+        for option in options: typed = (*typed, option, remedies.pop(option))
+    if command == "check": assert "2 faults of 2 kinds" in said and "FAULT unreadable" in said, said   # it counts them
+    else: assert shown.exit_code == 0, said
+    assert ("--max-unreadable" in typed) == (command in ("eval", "diagnose"))   # show opens no picture
 
 
 def test_eval_says_where_positions_were_stretched(own, tmp_path):

@@ -1,17 +1,20 @@
 """Tables of one's own: every fault is named with its line, by loading and by checking alike, and none passes unsaid."""
 import csv
+import gzip
 import io
 import json
 import pickle
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from files import pictures, rgb, write_csv
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from debias_clip.captions import split_sentences
-from debias_clip.readers import Sample, checked, read_records, sentences_of, table, table_file
+from debias_clip.readers import ENDINGS, Sample, checked, kind_of, read_records, sentences_of, table, table_file
 
 def faults_of(path, **options):
     "(samples, faults) as checking sees them."
@@ -80,10 +83,9 @@ def test_faults_of_csv_name_the_line(tmp_path, fault):
 
 
 @pytest.mark.parametrize("header,message", [
-    ("picture,caption", "line 2 has no 'image', only 'picture', 'caption'; name the columns by image=… and caption=…"),
-    ("image,text", "line 2 has no 'captions', only 'image', 'text'"),
-    ("image;caption", r"separate the columns by commas"),
-    ("image\tcaption", r"separate the columns by commas"),
+    ("picture,caption", "line 2 has no 'image' or 'file_name', only 'picture', 'caption'; name .*--image-column NAME"),
+    ("image;title", "line 2 has no 'caption' or 'captions' or 'text', only 'image', 'title'; name the columns"),
+    ("image|caption", "line 2 has no 'image' or 'file_name', only 'image|caption'; name the columns"),
     ("image,image", "columns of one name")])
 def test_faults_of_the_header_are_told_once(tmp_path, header, message):
     separator = "," if "," in header else header[5]
@@ -104,7 +106,7 @@ JSONL = {
     "a number of several": (b'{"image": "a.png", "caption": ["A.", 1]}', "line 1: 'caption' is no text"),
     "latin-1": ('{"image": "a.png", "caption": "é"}'.encode("latin-1"), "line 1: bytes that are no UTF-8"),
     "half a character": (br'{"image": "a.png", "caption": "A \ud83d."}', "line 1: .*half a character"),
-    "no such column": (b'{"image": "a.png", "text": "A."}', "line 1 has no 'captions', only 'image', 'text'"),
+    "no such column": (b'{"image": "a.png", "title": "A."}', "line 1 has no 'caption' or .*, only 'image', 'title'"),
     "nested too deep": (b"["*100_000, "line 1 cannot be read"),
     "nothing": (b"\n\n", "captions.jsonl holds no samples"),
 }
@@ -163,12 +165,99 @@ def test_whatever_json_writes_comes_back(tmp_path_factory, captions, ascii_only)
     assert [s.texts for s in found] == [[text] if isinstance(text, str) else text for text in captions]
 
 
+@pytest.mark.parametrize("caption", ["A dog.<br>It runs.", "A dog.<br/>It runs.", r"A dog.\nIt runs."])
+def test_what_only_looks_like_a_line_end_is_warned_of(tmp_path, caption):
+    table = pictures(tmp_path, "a.png", "b.png")/"captions.csv"
+    write_csv(table, ["image", "caption"], ["a.png", caption], ["b.png", "B."])
+    with pytest.warns(UserWarning, match="captions.csv: 1 samples have <br> or .*no sentence ends"):
+        read_records(tmp_path)
+
+
+# every kind of table, whoever wrote it
+
+def write_table(path, rows, columns=("image", "caption")):
+    "Rows as a table of the kind that its name tells."
+    kind = kind_of(path)
+    if kind == "parquet": return parquet.write_table(pa.Table.from_pylist(
+        [dict(zip(columns, row, strict=True)) for row in rows]), path)
+    text = io.StringIO()
+    if kind in ("csv", "tsv"):
+        csv.writer(text, delimiter="\t" if kind == "tsv" else ",").writerows([columns, *rows])
+    else:
+        objects = [dict(zip(columns, row, strict=True)) for row in rows]
+        text.write(json.dumps(objects) if kind == "json" else "\n".join(map(json.dumps, objects)))
+    raw = text.getvalue().encode()
+    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.lists(CAPTION, min_size=1, max_size=6), st.sampled_from(ENDINGS))
+def test_whatever_is_written_comes_back_from_every_kind(tmp_path_factory, captions, ending):
+    path = tmp_path_factory.mktemp("t")/f"captions{ending}"
+    write_table(path, [[f"{i}.png", text] for i, text in enumerate(captions)])
+    for place in (path, path.parent):
+        found, faults = faults_of(place)
+        assert faults == [] and [s.texts for s in found] == [[text] for text in captions]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_every_kind_becomes_records_in_memory_and_at_rest(tmp_path, ending):
+    pictures(tmp_path, "a.png", "b.png")
+    write_table(tmp_path/f"metadata{ending}", [["a.png", "A dog. It runs."], ["b.png", "B."]], ("file_name", "text"))
+    for cache in (None, tmp_path/"cache"):
+        r = read_records(tmp_path, cache=cache)
+        assert list(r.captions) == [["A dog.", "It runs."], ["B."]] and r.short is None
+        assert [Path(image).name for image in r.images] == ["a.png", "b.png"]
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".parquet"])
+def test_lists_are_independent_captions(tmp_path, ending):
+    write_table(pictures(tmp_path, "a.png")/f"captions{ending}", [["a.png", ["A dog. It runs.", "B."]]])
+    assert list(read_records(tmp_path).short) == [["A dog. It runs.", "B."]]
+
+
+def test_semicolons_and_tabs_separate_what_commas_do_not(tmp_path):
+    pictures(tmp_path, "a.png")
+    for mark in ";\t":
+        (tmp_path/"captions.csv").write_text(f"image{mark}caption\na.png{mark}A dog, a cat. And more.\n")
+        assert read_records(tmp_path).captions == [["A dog, a cat.", "And more."]]
+
+
+def test_texts_beside_pictures(tmp_path):
+    pictures(tmp_path, "x/a.JPG", "b.png", "no_text.png")
+    for name, text in {"x/a.txt": "A dog. It runs.\n", "b.txt": "B.", "LICENSE.txt": "Free."}.items():
+        (tmp_path/name).write_text(text)
+    for cache in (None, tmp_path.parent/"cache"):
+        r = read_records(tmp_path, cache=cache)
+        assert list(r.captions) == [["B."], ["A dog.", "It runs."]]
+        assert [Path(image).name for image in r.images] == ["b.png", "a.JPG"]
+    (tmp_path/"b.txt").write_text("Changed.")
+    assert read_records(tmp_path, cache=tmp_path.parent/"cache").captions[0] == ["Changed."]
+    (tmp_path/"b.txt").write_text(" ")
+    with pytest.raises(ValueError, match="b.txt: the caption is empty"): read_records(tmp_path)
+
+
+@pytest.mark.parametrize("ending", [".csv.gz", ".jsonl.gz", ".json.gz", ".parquet"])
+def test_a_table_that_is_cut_short_is_named(tmp_path, ending):
+    path = pictures(tmp_path, "a.png")/f"captions{ending}"
+    write_table(path, [["a.png", "A dog. "*40 + str(i)] for i in range(50)])
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=f"captions{ending} is damaged or cut short"): read_records(tmp_path)
+
+
+def test_json_that_is_no_list_of_records(tmp_path):
+    written = {'{"a": 1}': "is no list of records", "[1]": "record 1 is no record", "[": "cannot be read"}
+    for text, told in written.items():
+        (tmp_path/"captions.json").write_text(text)
+        with pytest.raises(ValueError, match=f"captions.json {told}"): read_records(tmp_path)
+
+
 def test_own_tables_must_be_clear(tmp_path):
-    with pytest.raises(ValueError, match="neither captions.csv nor"): read_records(tmp_path)
+    with pytest.raises(ValueError, match="no folder with captions.csv"): read_records(tmp_path)
     for suffix in ("csv", "jsonl"): (tmp_path/f"captions.{suffix}").touch()
     with pytest.raises(ValueError, match="both"): read_records(tmp_path)
     (tmp_path/"x.txt").touch()
-    with pytest.raises(ValueError, match="end in .csv or .jsonl"): read_records(tmp_path/"x.txt")
+    with pytest.raises(ValueError, match="must end in .csv, .tsv, .jsonl, .json, "): read_records(tmp_path/"x.txt")
     (tmp_path/"wds").mkdir()
     for shard in ("0.tar", "0.tar.gz"):
         (tmp_path/"wds"/shard).touch()
@@ -194,10 +283,22 @@ def test_missing_pictures_are_counted_by_folder(tmp_path):
 
 def test_repeats_are_counted(tmp_path):
     write_csv(pictures(tmp_path, "a.png", "b.png")/"captions.csv", ["image", "caption"], ["a.png", "A."],
-              ["a.png", "A."], ["a.png", "Another."], ["b.png", "A."])
+              ["a.png", "A."], ["b.png", "A."], ["a.png", "Another."])
     with pytest.warns(UserWarning) as said: r = read_records(tmp_path)
     assert len(r) == 3
-    assert "1 of 4 rows repeat" in str(said[0].message) and "1 rows name an image" in str(said[1].message)
+    assert "1 of 4 rows repeat" in str(said[0].message)
+    assert "1 rows name an image" in str(said[1].message) and "Sort the table by picture" in str(said[1].message)
+
+
+def test_rows_in_turn_are_the_captions_of_one_picture(tmp_path):
+    "As in Flickr8k; the only caption of another picture is its independent one, too."
+    write_csv(pictures(tmp_path, "a.png", "b.png")/"captions.csv", ["image", "caption"], ["a.png", "A dog. It runs."],
+              ["a.png", "Another."], ["a.png", "Another."], ["b.png", "B."])
+    with pytest.warns(UserWarning, match="captions.csv: 1 pictures have a row a caption.* 1 rows repeat"):
+        r = read_records(tmp_path)
+    assert r.captions == [["A dog.", "It runs."], ["B."]] and r.short == [["A dog. It runs.", "Another."], ["B."]]
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="1 of 2 pictures have one caption.*`captions`"):
+        read_records(tmp_path, cache=tmp_path/"cache")
 
 
 # captions that are too many for memory
