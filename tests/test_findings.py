@@ -69,7 +69,7 @@ def test_names():
 
 @pytest.mark.parametrize("seeds, said", [
     ([5, 5], "over 5 seeds"), ([3, 5], "over 3 to 5 seeds"),
-    ([1, 1], "with one seed (intervals over images tell nothing of others)")])
+    ([1, 1], "with one seed, whose intervals over images tell nothing of other seeds")])
 def test_what_a_sentence_rests_on(seeds, said):
     assert basis_said(frame(*(made(seeds=n) for n in seeds))) == said
     assert basis_said(frame(bare())) == "with one seed"

@@ -318,7 +318,7 @@ def test_every_preset_has_a_plan():
         models = planned(read_preset(name, REPO).jobs)
         counts[name] = len({model.key or repr(model.config) for model in models})
         assert all(model.images is not None for model in models), name
-    assert counts == {"smoke": 18, "quick": 14, "toy": 86, "paper-b16": 24, "paper-l14": 20}, counts
+    assert counts == {"smoke": 13, "quick": 14, "toy": 86, "paper-b16": 24, "paper-l14": 20}, counts
 
 
 # ---- memory
