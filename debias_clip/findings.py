@@ -55,7 +55,8 @@ def basis_said(gains):
     over = f"over {most} seeds" if fewest == most else f"over {fewest} to {most} seeds"
     of_images = "" if gains.low.isna().all() else ", whose intervals over images tell nothing of other seeds"
     family = int(gains.family.max()) if "family" in gains else 0
-    return (over if most > 1 else f"with one seed{of_images}") + (f", corrected for {family} comparisons" if family > 1 else "")
+    corrected = f", corrected for {family} comparisons" if family > 1 else ""
+    return (over if most > 1 else f"with one seed{of_images}") + corrected
 
 def kind_of(row):
     'What a difference is: "higher", "lower", "unclear" or "no interval".'
