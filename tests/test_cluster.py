@@ -15,8 +15,8 @@ from checkouts import EXPERIMENT, REPO, START, Checkout, alive, experiment, quie
 from debias_clip import cluster
 from debias_clip.cluster import NotebookWork, TrainWork, run_side_by_side, submit_preset, tasks_of
 from debias_clip.config import read_config
+from debias_clip.plan import planned
 from debias_clip.preset import job_state, read_preset
-from debias_clip.runner import planned
 
 @pytest.fixture
 def checkout(tmp_path): return Checkout(tmp_path)

@@ -14,8 +14,10 @@ from checkouts import EXPERIMENT, PARAMETERS, REPO, SMALL, WAIT, Checkout, alive
 from debias_clip import models, runner, shipped
 from debias_clip.cluster import run_side_by_side
 from debias_clip.core import cores
+from debias_clip.plan import costs_text, disk_bytes, not_ready, plan_text, planned, remedies, to_train
 from debias_clip.preset import job_state, read_preset
-from debias_clip.runner import hide_paths, not_ready, plan_text, planned, run_job, run_preset, summary
+from debias_clip.runner import hide_paths, run_job, run_preset, summary
+from debias_clip.towers import build
 
 @pytest.fixture
 def checkout(tmp_path): return Checkout(tmp_path)
@@ -350,3 +352,24 @@ assert grown < 60e6, f"{grown/1e6:.0f} MB are still held"
 """)
     checkout.preset("experiments: [one]\n")
     assert run_job(checkout.job("one")) is None
+
+
+def test_the_plan_tells_what_a_run_costs():
+    "Counted again from the settings: images, steps, and float32 weights with two moments in three checkpoints."
+    new = to_train(planned(read_preset("paper-b16", REPO).jobs))
+    size = 4*sum(p.numel() for p in build(new[0].config.backbone).parameters())
+    assert disk_bytes(new[:1]) == (size, 3*(size + 2*size))
+    one = 3*((1_246_901 - 1_000)//256)   # epochs of whole batches
+    told = costs_text(new)
+    assert f"{len(new)} models to train on {len(new)*one*256:,} images in {len(new)*one:,} steps; " in told
+    assert costs_text([]) == "nothing to train"
+
+
+def test_the_plan_says_where_missing_data_come_from(checkout):
+    row = {"data": "docci", "root": "data/docci"}
+    experiment(checkout, "one", tests={"a": row, "b": {"data": "iiw", "root": "data/iiw"}, "c": {"data": "scenes"}})
+    (checkout.root/"data"/"iiw").mkdir(parents=True)
+    checkout.preset("experiments: [one]\n")
+    assert remedies(checkout.jobs()) == ["debias-clip data get docci --root data/docci"]
+    assert plan_text(read_preset("demo", checkout.root), checkout.jobs()).endswith(
+        "to get it: debias-clip data get docci --root data/docci")
