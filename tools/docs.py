@@ -22,10 +22,12 @@ PRESETS = ("toy", "pretraining", "benchmark")   # whose executed notebooks are s
 TEN_MINUTES = ("nbs/00_captions.ipynb", "runs/toy/main_table.ipynb", "runs/toy/ablation.ipynb",
                "runs/toy/padding.ipynb")
 REPORT = "runs/toy/report/diagnosis.html"
-PLACES = {"README.md": "index.md", "nbs/index.ipynb": "index.md", "nbs/experiments": "experiments.md",
-          "runs/toy": "experiments.md", "LICENSE": "LICENSE.txt"}   # what lies elsewhere than in the repository
+PLACES = {"README.md": "index.md", "nbs/index.ipynb": "index.md", "nbs/experiments": "runs/index.md",
+          "runs/toy": "runs/index.md", "LICENSE": "LICENSE.txt"}   # what lies elsewhere than in the repository
 DECLARED = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+ALONE = "---\nhide: [navigation]\n---\n"   # a page that has no neighbours to show beside it
 SETTINGS = {"parameters", "injected-parameters"}
+IMPORTS = re.compile(r"(from|import) ")
 CODE_OR_LINK = r"(?s)(```.*?```|`[^`\n]*`)|\]\(([^)\s]+)([^)]*)\)"
 CODE_OR_MATH = r"(?s)(```.*?```|`[^`\n]*`)|\$([^$\n]+)\$"
 
@@ -155,15 +157,16 @@ def notebook_page(source, pages) -> str:
             alt = re.sub(r"[\[\]*`{}]", "", (re.findall(r"(?m)^#+ (.*)", written) or [alt])[-1])
             continue
         marks = set(re.findall(r"(?m)^#\| *(\w+)", written))
-        if marks & {"hide", "default_exp"}: continue
+        if marks & {"hide", "default_exp"} or "_all_ =" in written: continue
         code = text(re.sub(r"(?m)^#\|.*\n?", "", written)).strip("\n")
         hidden = cell["metadata"].get("jupyter", {}).get("source_hidden")
         block = [fenced(code, ".python")] if code and "echo" not in marks else []
         shown = [part.replace("{alt}", alt) for part in output_parts(cell, page.replace(".md", f"-{i}"), pages)]
         if SETTINGS & set(cell["metadata"].get("tags", [])): settings += block
-        elif ran and re.match(r"(from|import) ", code): settings, parts = settings + block, parts + shown
+        elif ran and IMPORTS.match(code): settings, parts = settings + block, parts + shown
         elif ran and "write_metrics(" in code: settings += block   # it shows a path only
         elif ran or hidden: parts += [*shown, *(folded("Code", part) for part in block)]
+        elif IMPORTS.match(code): parts += [*(folded("Imports", part) for part in block), *shown]
         else: parts += block + shown
     if ran and finding(source): parts[0] = opened(parts[0], finding(source))
     if settings: parts.append("## Settings\n\n" + folded("Parameters, imports, results", "\n\n".join(settings)))
@@ -273,7 +276,7 @@ def all_pages() -> dict[str, str | bytes]:
     pages = {"site.css": (ROOT/"tools"/"docs.css").read_bytes(), REPORT: (ROOT/REPORT).read_bytes()}
     for source in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
         page = PLACES.get(source, source)
-        pages[page] = linked((ROOT/source).read_text(encoding="utf-8"), source, page, pages)
+        pages[page] = ALONE + linked((ROOT/source).read_text(encoding="utf-8"), source, page, pages)
     library = [source for sources in topics().values() for source in sources]
     for source in [*library, *executed()]: pages[source.replace(".ipynb", ".md")] = notebook_page(source, pages)
     for source in library: pages[f"api/{module_of(source)}.md"] = api_page(source)
@@ -281,8 +284,9 @@ def all_pages() -> dict[str, str | bytes]:
     intro = "What each experiment found, with its tables and figures a click away. `make run` makes your own."
     for page, title, intro, sources in (
             ("ten-minutes.md", "Ten minutes", "The idea, whether it works here, which step does it, and why.",
-             TEN_MINUTES), ("experiments.md", "Experiments", intro, executed())):
-        pages[page] = linked(f"# {title}\n\n{intro}\n\n{listed(sources, page)}\n", page, page, pages)
+             TEN_MINUTES), ("runs/index.md", "Experiments", intro, executed())):
+        pages[page] = ALONE*(page == "ten-minutes.md") + linked(f"# {title}\n\n{intro}\n\n{listed(sources, page)}\n",
+                                                                    page, page, pages)
     return pages
 
 
@@ -294,7 +298,7 @@ def on_config(config):
     api = [{topic.capitalize(): [{module_of(s): f"api/{module_of(s)}.md"} for s in sources]}
            for topic, sources in topics().items()]
     config.nav = [{"Home": "index.md"}, {"Ten minutes": "ten-minutes.md"}, {"Library": library},
-                  {"Experiments": ["experiments.md", *map(page, executed()), {"The report": REPORT}]},
+                  {"Experiments": ["runs/index.md", *map(page, executed()), {"The report": REPORT}]},
                   {"API": ["api/index.md", *api]}, {"Changelog": "CHANGELOG.md"}, {"Contributing": "CONTRIBUTING.md"}]
 
 
