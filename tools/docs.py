@@ -21,15 +21,21 @@ from readme import ROOT, text
 PRESETS = ("toy", "pretraining", "benchmark")   # whose executed notebooks are shown
 TEN_MINUTES = ("nbs/00_captions.ipynb", "runs/toy/main_table.ipynb", "runs/toy/ablation.ipynb",
                "runs/toy/padding.ipynb")
-REPORT = "runs/toy/report/diagnosis.html"
+REPORT, REPORTED = "runs/toy/report/diagnosis.html", "runs/toy/diagnose.md"
 PLACES = {"README.md": "index.md", "nbs/index.ipynb": "index.md", "nbs/experiments": "runs/index.md",
           "runs/toy": "runs/index.md", "LICENSE": "LICENSE.txt"}   # what lies elsewhere than in the repository
 DECLARED = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 ALONE = "---\nhide: [navigation]\n---\n"   # a page that has no neighbours to show beside it
+LISTS = {   # page -> (how it opens, its notebooks; all executed ones where it names none)
+    "ten-minutes.md": (ALONE + "# Ten minutes\n\nThe idea, whether it works here, which step does it, and why.",
+                       TEN_MINUTES),
+    "runs/index.md": ("# Experiments\n\nWhat each found; its tables and figures are a click away. `make run` makes your "
+                      "own.", ()),
+}
 SETTINGS = {"parameters", "injected-parameters"}
 IMPORTS = re.compile(r"(from|import) ")
 CODE_OR_LINK = r"(?s)(```.*?```|`[^`\n]*`)|\]\(([^)\s]+)([^)]*)\)"
-CODE_OR_MATH = r"(?s)(```.*?```|`[^`\n]*`)|\$([^$\n]+)\$"
+CODE_OR_MATH = r"(?s)(```.*?```|`[^`\n]*`)|\$\$(.+?)\$\$|\$([^$\n]+)\$"
 
 
 # ---- what there is
@@ -108,7 +114,10 @@ def linked(markdown, source, page, pages) -> str:
         if not there.endswith(".md") and content.is_file(): pages[there] = content.read_bytes()
         return f"]({posixpath.relpath(there, posixpath.dirname(page) or '.')}{hash_}{anchor}{rest})"
 
-    def formula(match): return match[0] if match[1] else mathml(match[2])
+    def formula(match):
+        if match[2]: return f'<div class="formula">{mathml(match[2].strip(), display="block")}</div>'
+        return match[0] if match[1] else mathml(match[3])
+
     return re.sub(CODE_OR_MATH, formula, re.sub(CODE_OR_LINK, link, markdown))
 
 
@@ -169,6 +178,7 @@ def notebook_page(source, pages) -> str:
         elif IMPORTS.match(code): parts += [*(folded("Imports", part) for part in block), *shown]
         else: parts += block + shown
     if ran and finding(source): parts[0] = opened(parts[0], finding(source))
+    if page == REPORTED: parts[0] += f"\n\n[The page that it writes]({posixpath.relpath(REPORT, 'runs/toy')})"
     if settings: parts.append("## Settings\n\n" + folded("Parameters, imports, results", "\n\n".join(settings)))
     if source.startswith("nbs/"): parts.append(f"[API of `{module_of(source)}`](../api/{module_of(source)}.md)")
     return "\n\n".join(parts) + "\n"
@@ -204,9 +214,14 @@ def source_of(lines, first, last) -> str:
     return textwrap.dedent("\n".join(lines[first - 1:last])).strip()
 
 
+def declared_from(node) -> int:
+    "The line on which a function or class begins, with its decorators."
+    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+
+
 def signature(node, lines) -> str:
     "A function as it is declared."
-    first, body = min([node.lineno, *(d.lineno for d in node.decorator_list)]), node.body[0]
+    first, body = declared_from(node), node.body[0]
     head = "\n".join([*lines[first - 1:body.lineno - 1], lines[body.lineno - 1].encode()[:body.col_offset].decode()])
     return re.sub(r":\s*(#[^\n]*)?$", "", textwrap.dedent(head).strip())
 
@@ -225,8 +240,8 @@ def entry(node, lines, within="") -> list[str]:
     else:
         fields = [lines[n.lineno - 1:n.end_lineno] for n in node.body if isinstance(n, ast.AnnAssign)]
         init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
-        made = signature(init, [line.removeprefix("    ") for line in lines]) if init and not fields else ""
-        head = source_of(lines, min([node.lineno, *(d.lineno for d in node.decorator_list)]), node.lineno)
+        made = signature(init, lines) if init and not fields else ""
+        head = source_of(lines, declared_from(node), node.lineno)
         body = "\n".join(line for field in fields for line in field) or textwrap.indent(made, "    ")
         parts = [fenced(f"{head}\n{body}".strip(), ".python")]
     if doc: parts.append(described(doc))
@@ -253,14 +268,14 @@ def api_page(source) -> str:
 
 # ---- pages that list others
 
-def listed(sources, page, of=finding) -> str:
-    "Notebooks with what they are about and what they found."
-    parts = []
+def listed(opening, sources, page) -> str:
+    "A page of notebooks: what they are about, and what they found."
+    parts = [opening]
     for source in sources:
         title, about = heading(source)
         parts.append(f"## [{title}]({posixpath.relpath(source, posixpath.dirname(page) or '.')})\n\n> {about}")
-        if source in executed(): parts.append(of(source))
-    return "\n\n".join(parts)
+        if source in executed(): parts.append(finding(source))
+    return linked("\n\n".join(parts) + "\n", page, page, {})
 
 
 def api_index() -> str:
@@ -273,7 +288,8 @@ def api_index() -> str:
 
 def all_pages() -> dict[str, str | bytes]:
     "Address -> content: Markdown, or a file as it is."
-    pages = {"site.css": (ROOT/"tools"/"docs.css").read_bytes(), REPORT: (ROOT/REPORT).read_bytes()}
+    files = {"site.css": "tools/docs.css", "iframe-worker.js": "tools/docs.js", REPORT: REPORT}
+    pages = {address: (ROOT/file).read_bytes() for address, file in files.items()}
     for source in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
         page = PLACES.get(source, source)
         pages[page] = ALONE + linked((ROOT/source).read_text(encoding="utf-8"), source, page, pages)
@@ -281,12 +297,7 @@ def all_pages() -> dict[str, str | bytes]:
     for source in [*library, *executed()]: pages[source.replace(".ipynb", ".md")] = notebook_page(source, pages)
     for source in library: pages[f"api/{module_of(source)}.md"] = api_page(source)
     pages["api/index.md"] = api_index()
-    intro = "What each experiment found, with its tables and figures a click away. `make run` makes your own."
-    for page, title, intro, sources in (
-            ("ten-minutes.md", "Ten minutes", "The idea, whether it works here, which step does it, and why.",
-             TEN_MINUTES), ("runs/index.md", "Experiments", intro, executed())):
-        pages[page] = ALONE*(page == "ten-minutes.md") + linked(f"# {title}\n\n{intro}\n\n{listed(sources, page)}\n",
-                                                                    page, page, pages)
+    for page, (opening, sources) in LISTS.items(): pages[page] = listed(opening, sources or executed(), page)
     return pages
 
 
