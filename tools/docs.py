@@ -29,8 +29,7 @@ ALONE = "---\nhide: [navigation]\n---\n"   # a page that has no neighbours to sh
 LISTS = {   # page -> (how it opens, its notebooks; all executed ones where it names none)
     "ten-minutes.md": (ALONE + "# Ten minutes\n\nThe idea, whether it works here, which step does it, and why.",
                        TEN_MINUTES),
-    "runs/index.md": ("# Experiments\n\nWhat each found; its tables and figures are a click away. `make run` makes your "
-                      "own.", ()),
+    "runs/index.md": ("# Experiments\n\nWhat each found; its tables and figures are a click away.", ()),
 }
 SETTINGS = {"parameters", "injected-parameters"}
 IMPORTS = re.compile(r"(from|import) ")
