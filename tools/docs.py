@@ -21,7 +21,6 @@ from readme import ROOT, text
 PRESETS = ("toy", "pretraining", "benchmark")   # whose executed notebooks are shown
 TEN_MINUTES = ("nbs/00_captions.ipynb", "runs/toy/main_table.ipynb", "runs/toy/ablation.ipynb",
                "runs/toy/padding.ipynb")
-REPORT, REPORTED = "runs/toy/report/diagnosis.html", "runs/toy/diagnose.md"
 PLACES = {"README.md": "index.md", "nbs/index.ipynb": "index.md", "nbs/experiments": "runs/index.md",
           "runs/toy": "runs/index.md", "LICENSE": "LICENSE.txt"}   # what lies elsewhere than in the repository
 DECLARED = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
@@ -75,6 +74,11 @@ def finding(source) -> str:
     "What an executed notebook found, as it wrote it beside its numbers; '' where it wrote nothing."
     found = json.loads((ROOT/source).with_suffix(".json").read_text(encoding="utf-8"))["metrics"]
     return found.get("finding") or "\n\n".join(found.get("verdicts", []))
+
+
+def report() -> list[str]:
+    "The page of `debias-clip diagnose`, where the executed notebook's is there."
+    return [file for file in ("runs/toy/report/diagnosis.html",) if (ROOT/file).is_file()]
 
 
 def module_of(source) -> str:
@@ -137,8 +141,8 @@ def plain_table(markup) -> str:
     return re.sub(r'\s(?:id|class|border|style)="[^"]*"', "", markup).strip()
 
 
-def output_parts(cell, name, pages) -> list[str]:
-    "What a cell shows, as Markdown; its pictures go into `pages` under `name`. Progress bars and warnings do not."
+def output_parts(cell, name, alt, pages) -> list[str]:
+    "What a cell shows, but for progress bars and warnings, as Markdown. Its pictures go into `pages` under `name`."
     parts = []
     for k, output in enumerate(cell.get("outputs", [])):
         if output.get("name") == "stderr": continue
@@ -148,7 +152,7 @@ def output_parts(cell, name, pages) -> list[str]:
             picture = f"{name}-{k}.{kind[6:9]}"
             content = text(data[kind])
             pages[picture] = content.encode() if kind == "image/svg+xml" else base64.b64decode(content)
-            parts.append(f"![{{alt}}]({posixpath.basename(picture)})")
+            parts.append(f"![{alt}]({posixpath.basename(picture)})")
         elif "text/markdown" in data: parts.append(text(data["text/markdown"]))
         elif "<table" in text(data.get("text/html", "")): parts.append(plain_table(text(data["text/html"])))
         elif "text/plain" in data: parts.append(fenced(text(data["text/plain"]), ".text .output"))
@@ -169,7 +173,7 @@ def notebook_page(source, pages) -> str:
         code = text(re.sub(r"(?m)^#\|.*\n?", "", written)).strip("\n")
         hidden = cell["metadata"].get("jupyter", {}).get("source_hidden")
         block = [fenced(code, ".python")] if code and "echo" not in marks else []
-        shown = [part.replace("{alt}", alt) for part in output_parts(cell, page.replace(".md", f"-{i}"), pages)]
+        shown = output_parts(cell, page.replace(".md", f"-{i}"), alt, pages)
         if SETTINGS & set(cell["metadata"].get("tags", [])): settings += block
         elif ran and IMPORTS.match(code): settings, parts = settings + block, parts + shown
         elif ran and "write_metrics(" in code: settings += block   # it shows a path only
@@ -177,7 +181,7 @@ def notebook_page(source, pages) -> str:
         elif IMPORTS.match(code): parts += [*(folded("Imports", part) for part in block), *shown]
         else: parts += block + shown
     if ran and finding(source): parts[0] = opened(parts[0], finding(source))
-    if page == REPORTED: parts[0] += f"\n\n[The page that it writes]({posixpath.relpath(REPORT, 'runs/toy')})"
+    if source.endswith("diagnose.ipynb") and report(): parts[0] += "\n\n[The report](report/diagnosis.html)"
     if settings: parts.append("## Settings\n\n" + folded("Parameters, imports, results", "\n\n".join(settings)))
     if source.startswith("nbs/"): parts.append(f"[API of `{module_of(source)}`](../api/{module_of(source)}.md)")
     return "\n\n".join(parts) + "\n"
@@ -208,11 +212,6 @@ def described(docstring) -> str:
     return "\n".join(parts)
 
 
-def source_of(lines, first, last) -> str:
-    "Lines first to last (from 1) of a module, without what is around them."
-    return textwrap.dedent("\n".join(lines[first - 1:last])).strip()
-
-
 def declared_from(node) -> int:
     "The line on which a function or class begins, with its decorators."
     return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
@@ -229,20 +228,19 @@ def public(nodes):
     return [n for n in nodes if isinstance(n, ast.FunctionDef) and not n.name.startswith("_") and ast.get_docstring(n)]
 
 
-def entry(node, lines, within="") -> list[str]:
+def entry(node, lines) -> list[str]:
     "A function, class or constant as Markdown."
     if isinstance(node, (ast.Assign, ast.AnnAssign)):
-        code = source_of(lines, node.lineno, node.end_lineno)
-        return [fenced(code if code.count("\n") < 12 else code.split("\n")[0] + " …", ".python")]
+        code = lines[node.lineno - 1:node.end_lineno]
+        return [fenced("\n".join(code) if len(code) < 12 else f"{code[0]} …", ".python")]
     doc = ast.get_docstring(node)
     if isinstance(node, ast.FunctionDef): parts = [fenced(signature(node, lines), ".python")]
     else:
+        head = lines[declared_from(node) - 1:node.lineno]
         fields = [lines[n.lineno - 1:n.end_lineno] for n in node.body if isinstance(n, ast.AnnAssign)]
-        init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
-        made = signature(init, lines) if init and not fields else ""
-        head = source_of(lines, declared_from(node), node.lineno)
-        body = "\n".join(line for field in fields for line in field) or textwrap.indent(made, "    ")
-        parts = [fenced(f"{head}\n{body}".strip(), ".python")]
+        made = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__" and not fields]
+        body = sum(fields, []) + [textwrap.indent(signature(n, lines), "    ") for n in made]
+        parts = [fenced("\n".join([*head, *body]), ".python")]
     if doc: parts.append(described(doc))
     if isinstance(node, ast.ClassDef):
         for method in public(node.body): parts += [f"### {node.name}.{method.name}", *entry(method, lines)]
@@ -287,7 +285,7 @@ def api_index() -> str:
 
 def all_pages() -> dict[str, str | bytes]:
     "Address -> content: Markdown, or a file as it is."
-    files = {"site.css": "tools/docs.css", "iframe-worker.js": "tools/docs.js", REPORT: REPORT}
+    files = {"site.css": "tools/docs.css", "iframe-worker.js": "tools/docs.js"} | {file: file for file in report()}
     pages = {address: (ROOT/file).read_bytes() for address, file in files.items()}
     for source in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
         page = PLACES.get(source, source)
@@ -308,7 +306,8 @@ def on_config(config):
     api = [{topic.capitalize(): [{module_of(s): f"api/{module_of(s)}.md"} for s in sources]}
            for topic, sources in topics().items()]
     config.nav = [{"Home": "index.md"}, {"Ten minutes": "ten-minutes.md"}, {"Library": library},
-                  {"Experiments": ["runs/index.md", *map(page, executed()), {"The report": REPORT}]},
+                  {"Experiments": ["runs/index.md", *map(page, executed()),
+                                   *({"The report": file} for file in report())]},
                   {"API": ["api/index.md", *api]}, {"Changelog": "CHANGELOG.md"}, {"Contributing": "CONTRIBUTING.md"}]
 
 
