@@ -32,6 +32,7 @@ LISTS = {   # page -> (how it opens, its notebooks; all executed ones where it n
 }
 SETTINGS = {"parameters", "injected-parameters"}
 IMPORTS = re.compile(r"(from|import) ")
+INTERVAL = re.compile(r"\[(\S+), (\S+)\]")   # stays on one line
 CODE_OR_LINK = r"(?s)(```.*?```|`[^`\n]*`)|\]\(([^)\s]+)([^)]*)\)"
 CODE_OR_MATH = r"(?s)(```.*?```|`[^`\n]*`)|\$\$(.+?)\$\$|\$([^$\n]+)\$"
 
@@ -153,7 +154,7 @@ def output_parts(cell, name, alt, pages) -> list[str]:
             content = text(data[kind])
             pages[picture] = content.encode() if kind == "image/svg+xml" else base64.b64decode(content)
             parts.append(f"![{alt}]({posixpath.basename(picture)})")
-        elif "text/markdown" in data: parts.append(text(data["text/markdown"]))
+        elif "text/markdown" in data: parts.append(INTERVAL.sub(r"[\1,&nbsp;\2]", text(data["text/markdown"])))
         elif "<table" in text(data.get("text/html", "")): parts.append(plain_table(text(data["text/html"])))
         elif "text/plain" in data: parts.append(fenced(text(data["text/plain"]), ".text .output"))
     return parts
