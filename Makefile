@@ -30,8 +30,8 @@ readme: .venv/installed
 	cd nbs && ../$(BIN)/jupyter execute --inplace --kernel_name=python3 index.ipynb
 	$(BIN)/nbdev_clean --fname nbs/index.ipynb && $(BIN)/python tools/readme.py
 
-# The site of notebooks, executed experiments and API, into site/; its index.html opens from disk. mkdocs-material warns
-# of what is said about mkdocs 2, which it does not allow.
+# The site of notebooks, executed experiments and API, into site/; its index.html opens from disk. The variable silences
+# mkdocs-material's long notice of its successor.
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
