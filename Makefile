@@ -8,7 +8,7 @@ TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 QUICK := captions sentences losses config records readers store pairs tokens retrieval order statistics tables results \
   preset project
 
-.PHONY: run check test test-slow readme
+.PHONY: run check test test-slow readme docs
 run: .venv/installed
 	$(BIN)/debias-clip run quick --processes 2
 
@@ -29,6 +29,15 @@ test-slow: .venv/installed
 readme: .venv/installed
 	cd nbs && ../$(BIN)/jupyter execute --inplace --kernel_name=python3 index.ipynb
 	$(BIN)/nbdev_clean --fname nbs/index.ipynb && $(BIN)/python tools/readme.py
+
+# The site of notebooks, executed experiments and API, into site/; its index.html opens from disk. The variable silences
+# mkdocs-material's long notice of its successor.
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+.venv/docs: .venv/installed
+	$(BIN)/python -m pip install -e '.[docs]'
+	@touch $@
 
 .venv/installed: pyproject.toml
 	@test -x $(BIN)/pip || $(PYTHON) tools/make_venv.py .venv

@@ -2,9 +2,7 @@
 import base64
 import io
 import json
-import os
 import re
-import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,6 +11,7 @@ import diagnosed
 import numpy as np
 import pandas as pd
 import pytest
+from browser import CHROMIUM, needs_chromium
 from diagnosed import ask
 from PIL import Image
 
@@ -177,12 +176,6 @@ def test_written_files(one, tmp_path):
 
 
 # ---- in a browser
-
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-missing = f"none of {', '.join(NAMES)} is installed, and CHROMIUM names none"
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason=missing)
-
 
 def chromium(*arguments, folder):
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr",

@@ -262,4 +262,7 @@ def test_the_environment_is_made_once(tmp_path):
     (tmp_path/".venv").mkdir()
     (tmp_path/".venv"/"installed").touch()
     assert plan("run").strip().endswith("debias-clip run quick --processes 2") and "pip install" not in plan("run")
+    assert "pip install -e '.[docs]'" in plan("docs")   # the tools of the site, when it is built
+    (tmp_path/".venv"/"docs").touch()
+    assert "mkdocs build" in plan("docs") and "pip install" not in plan("docs")
     assert "pytest" in plan("test").strip().splitlines()[-1] and "pytest" in plan("check").strip().splitlines()[-1]
