@@ -17,6 +17,7 @@ import warnings
 import pytest
 import torch
 import yaml
+from files import pictures, write_csv
 from training_runs import (
     EACH_STEP,
     SMALL,
@@ -32,10 +33,11 @@ from training_runs import (
 
 import debias_clip.train as trainer
 from debias_clip import config as configuration
-from debias_clip import resume
+from debias_clip import records, resume
 from debias_clip.config import RunOptions, TrainConfig, model_key
 from debias_clip.models import load_checkpoint
 from debias_clip.pairs import make_loader
+from debias_clip.records import ImageError
 from debias_clip.resume import last_checkpoint
 from debias_clip.train import train
 
@@ -207,6 +209,46 @@ def test_a_full_disk_stops_the_run_and_keeps_what_was_saved(where, arm, whole, t
         with pytest.raises(OSError, match="No space left"): train(arm, tmp_path, RunOptions(save_every=2))
     assert last_checkpoint(checkpoints_of(arm, tmp_path)).name == "step-0000004"
     assert same_bits(train(arm, tmp_path).weights, whole[0].weights)
+
+
+def vanish(folder, patch):
+    "A shared disk that is gone for a while."
+    folder.rename(folder.with_name("away"))
+    return lambda: folder.with_name("away").rename(folder)
+
+
+def forbid(folder, patch):
+    "A folder that may no longer be read; chmod does not keep the superuser out."
+    real = records.Image.open
+    def refuse(file, *args):
+        if str(file).startswith(str(folder)): raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return real(file, *args)
+    patch.setattr(records.Image, "open", refuse)
+    return lambda: None
+
+
+@pytest.mark.parametrize("trouble, workers, told", [
+    (vanish, 0, "there is no such file"), (vanish, 1, "there is no such file"),
+    (forbid, 0, "may not be read by this user")])
+def test_pictures_that_are_out_of_reach_for_a_while(trouble, told, workers, starts, tmp_path, monkeypatch):
+    """In the middle of an epoch: the run stops with the file's name, the last checkpoint stays, and the same command
+    goes on to the same bits."""
+    own = pictures(tmp_path/"own", *[f"pictures/{i}.png" for i in range(48)])
+    rows = [[f"pictures/{i}.png", f"Number {i}. It is {i % 5}. It is small."] for i in range(48)]
+    write_csv(own/"captions.csv", ["image", "caption"], *rows)
+    config = TrainConfig(**SMALL | dict(data=str(own), data_options={}), init=starts["trained-clip"])
+    undisturbed = train(config, tmp_path/"undisturbed", SELDOM)
+    with monkeypatch.context() as patch:
+        put_back, take = [], trainer.Step.__call__
+        def troubled(self, batch, step):
+            if step == 2: put_back.append(trouble(own/"pictures", patch))
+            return take(self, batch, step)
+        patch.setattr(trainer.Step, "__call__", troubled)
+        options = RunOptions(save_every=1, workers=workers)
+        with pytest.raises(ImageError, match=f"{own}/pictures/.*{told}"): train(config, tmp_path/"models", options)
+        put_back[0]()
+    assert last_checkpoint(checkpoints_of(config, tmp_path/"models")).name >= "step-0000002"
+    assert same_bits(train(config, tmp_path/"models", SELDOM).weights, undisturbed.weights)
 
 
 # Loader processes
