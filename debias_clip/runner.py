@@ -135,8 +135,10 @@ def _leave_failed(job: Job, what: str) -> str:
     return (f"{job.name} failed {_where_it_stopped(nb)}: {what}\n"
             f"  the notebook as far as it came: {job.out}/{job.name}.failed.ipynb")
 
-def _keep_result(job: Job, seconds: float, reads: dict[str, str]) -> None:
-    "Puts a finished run in its place, the record last."
+def _keep_result(job: Job, before: dict, seconds: float, reads: dict[str, str]) -> None:
+    "Puts a finished run in its place, the record last. before: of `_drawn`; what was not drawn again goes."
+    for file, written in _drawn(job).items():
+        if before.get(file) == written: file.unlink()
     measured = json.loads(job.file("metrics.json").read_text(encoding="utf-8"))
     _write_json(job.file("ipynb"), _executed(job))
     made_by = dict(key=job.key, cells=job.cells, code=job.code, parameters=job.parameters)
@@ -145,6 +147,11 @@ def _keep_result(job: Job, seconds: float, reads: dict[str, str]) -> None:
     results = dict(files=figures(job), metrics=measured["metrics"])
     _write_json(job.file("json"), {"experiment": job.name, **made_by, **made_from, **rests_on, **results})
     for ending in TEMPORARY: job.file(ending).unlink(missing_ok=True)
+
+def _drawn(job: Job) -> dict[Path, int]:
+    "The figures that are there, and when each was written."
+    files = [job.root/job.out/name for name in figures(job)]
+    return {file: file.stat().st_mtime_ns for file in files}
 
 TEMPORARY = ("partial.ipynb", "metrics.json", "failed.ipynb")   # endings of files that a finished run does not leave
 
@@ -163,10 +170,10 @@ def run_job(job: Job, workers: int = 0) -> str | None:
     except Timeout: return f"{job.name} is being run already, by another command: wait for it, or stop it"
     try:
         for ending in TEMPORARY: job.file(ending).unlink(missing_ok=True)
-        start, reads = time.perf_counter(), own_files(job)
+        start, reads, before = time.perf_counter(), own_files(job), _drawn(job)
         failure = _execute(job, workers)
         if failure: return _leave_failed(job, failure)
-        _keep_result(job, time.perf_counter() - start, reads)
+        _keep_result(job, before, time.perf_counter() - start, reads)
     finally:
         job.file("lock.tmp").unlink(missing_ok=True)
         lock.release()

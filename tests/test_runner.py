@@ -37,6 +37,21 @@ def test_the_record_holds_what_the_numbers_rest_on(checkout):
     assert record["git"] is None and record["seconds"] > 0 and "cores" in record["device"]
 
 
+def test_figures_that_are_not_drawn_any_more_go(checkout):
+    "With the notebook that drew them; those of others stay, and so do all while a run fails."
+    def draw(name): return f"open(f'{{out}}/{name}.png', 'w').write('{name}')"
+    checkout.notebook("one", draw("one"), draw("one-more"))
+    checkout.notebook("two", draw("two"))
+    checkout.preset("experiments: [one, two]\n")
+    checkout.run()
+    there = lambda: sorted(file.name for file in (checkout.root/"runs/demo").glob("*.png"))   # noqa: E731
+    checkout.notebook("one", draw("one"), "1/0")
+    assert checkout.run()["one"].startswith("failed") and there() == ["one-more.png", "one.png", "two.png"]
+    checkout.notebook("one", draw("one"))
+    assert checkout.run() == {"one": "done", "two": "cached"} and there() == ["one.png", "two.png"]
+    assert list(checkout.record("one")["files"]) == ["one.png"] and job_state(checkout.job("one")) == "done"
+
+
 def test_settings_reach_the_notebook_with_their_types_and_order(checkout):
     checkout.notebook(
         "one", "assert lr == 1e-6 and type(lr) is float, lr", "assert seeds == [0, 1]",
