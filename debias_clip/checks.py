@@ -267,7 +267,7 @@ def check_data(name, root=None, quick: bool = False, max_missing: float = 0.0, c
     name: of a protocol, with root: its folder; or one's own table of captions or its folder
     quick: leave the pictures unopened (names and sizes only)
     max_missing: share of the images, 0 to 1, that may be absent
-    columns: of one's own table, dict image, caption -> name of the column (None: as `readers.table` finds it)
+    columns: of one's own table, dict image, caption -> name of the column; one left out is as `readers.table` finds it
 
     Raises ValueError where the name is unknown or ambiguous, or the folder or table is not there.
     """
@@ -297,9 +297,8 @@ def new_report(name, root, quick) -> Report:
 # %% ../nbs/23_checks.ipynb #88e672ab
 def all_samples(report, name, root, columns) -> Iterator[Sample]:
     "The samples; where there are none to read, that is the fault."
-    given = {what: column for what, column in columns.items() if column is not None}
-    if given and not is_own(name): raise ValueError(f"{name} has its own columns: name those of your own table alone")
-    try: yield from samples(name, report.note, root, **given)
+    if columns and not is_own(name): raise ValueError(f"{name} has its own columns: name those of your own table alone")
+    try: yield from samples(name, report.note, root, **columns)
     except ValueError as e: report.note("records", str(e))
 
 def note_empty(report, there):

@@ -27,6 +27,7 @@ from debias_clip.data_command import (
     MaxUnreadable,
     Root,
     data_app,
+    only_given,
     records_of,
     writable,
     write_json,
@@ -135,10 +136,9 @@ def train_command(
     from debias_clip.config import Watch
     from debias_clip.train import Stopped, run_files
     asked = Watch(every=watch_every, data=watch, root=watch_root) if watch else None
-    given = dict(workers=workers, save_every=save_every, watch=asked)
-    given = {name: value for name, value in given.items() if value is not None}
+    options = only_given(workers=workers, save_every=save_every, watch=asked)
     before = signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))   # Ctrl-C saves, too
-    try: run_files(configs, models, given, wandb)
+    try: run_files(configs, models, options, wandb)
     except Stopped as e:
         print(f"debias-clip: {e}", file=sys.stderr)
         raise typer.Exit(128 + 15) from None   # as a shell says of SIGTERM

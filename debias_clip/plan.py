@@ -35,6 +35,11 @@ class PlannedModel:
     state: str
     images: int | None
 
+    @property
+    def steps(self) -> int | None:
+        "Still to be trained; None: unknown until the data are read."
+        return None if self.images is None else self.images//self.config.batch_size
+
 # %% ../nbs/46_plan.ipynb #1797b4dd
 def steps_done(folder: Path) -> int:
     "Steps of the last checkpoint in a model's folder; 0 where there is none."
@@ -149,7 +154,8 @@ def remedies(jobs: Iterable[Job]) -> list[str]:
     for job in jobs:
         trained = [job.parameters.get(name) or {} for name in ("finetuning", "pretraining")]
         for asked in [*trained, *job.parameters.get("tests", {}).values()]:
-            row, place = DATASETS.get(asked.get("data")), asked.get("root")
+            if not isinstance(asked, dict): continue                # what it should be is told by `not_ready`
+            row, place = DATASETS.get(str(asked.get("data"))), asked.get("root")
             if row and place and not (job.root/place).is_dir(): wanted[row.home, str(place)] = None
     return [f"debias-clip data get {home} --root {place}" for home, place in wanted]
 
@@ -169,8 +175,7 @@ def plan_text(preset: Preset, jobs: list[Job], force: bool = False) -> str:
         lines.append(f"[{i}/{len(jobs)}] {job.name:{width}}  {job.key}  {state}")
         for model in models:
             if model.experiment != job.name: continue
-            steps = f" in {model.images//model.config.batch_size:,} steps" if model.images else ""
-            images = f", {model.images:,} images{steps}" if model.images else ""
+            images = f", {model.images:,} images in {model.steps:,} steps" if model.images else ""
             lines.append(f"      {model.label:{longest}}  {model.key or 'key unknown '}  {model.state}{images}")
     lines.append(f"{preset.name}: {len(due)} of {len(jobs)} notebooks to run, {costs_text(to_train(models))}")
     lines += [f"not ready: {wrong}" for wrong in not_ready(due)]
@@ -182,5 +187,5 @@ def costs_text(new: list[PlannedModel]) -> str:
     weights, checkpoints = disk_bytes(new)
     disk = f"{weights/1e9:.1f} GB on disk, {checkpoints/1e9:.1f} GB more while one trains"
     if None in [model.images for model in new]: return f"{len(new)} models to train on unknown images; {disk}"
-    steps = sum(model.images//model.config.batch_size for model in new)
-    return f"{len(new)} models to train on {sum(model.images for model in new):,} images in {steps:,} steps; {disk}"
+    images, steps = sum(model.images for model in new), sum(model.steps for model in new)
+    return f"{len(new)} models to train on {images:,} images in {steps:,} steps; {disk}"

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['notebook_cells', 'has_tag', 'notebook_defaults', 'like_default', 'code_shape', 'imports_of', 'code_hash', 'inside',
            'training_options', 'model_keys', 'Job', 'Preset', 'checkout_of', 'find_preset', 'read_preset', 'own_files',
-           'figures', 'job_state']
+           'figure_files', 'figures', 'job_state']
 
 # %% ../nbs/45_preset.ipynb #6b097bc5
 import ast
@@ -353,11 +353,15 @@ def own_files(job: Job) -> dict[str, str]:
     return hashes
 
 # %% ../nbs/45_preset.ipynb #2f4e9a7f
-def figures(job: Job) -> dict[str, str]:
-    "Hash of each file that the notebook left beside its numbers: <name>.<ending> and <name>-….<ending>."
+def figure_files(job: Job) -> list[Path]:
+    "The files that the notebook left beside its numbers: <name>.<ending> and <name>-….<ending>."
     own = {job.file(e).name for e in ("ipynb", "partial.ipynb", "failed.ipynb", "json", "metrics.json")}
     files = [file for file in sorted((job.root/job.out).glob(f"{job.name}[.-]*")) if file.is_file()]
-    return {file.name: file_hash(file)[:16] for file in files if file.name not in own and file.suffix != ".tmp"}
+    return [file for file in files if file.name not in own and file.suffix != ".tmp"]
+
+def figures(job: Job) -> dict[str, str]:
+    "Hash of each of them, by its name."
+    return {file.name: file_hash(file)[:16] for file in figure_files(job)}
 
 # %% ../nbs/45_preset.ipynb #23bec109
 def _changes(job: Job, record: dict) -> Iterable[str]:

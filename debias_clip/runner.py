@@ -27,6 +27,7 @@ from .plan import not_ready
 from debias_clip.preset import (
     Job,
     Preset,
+    figure_files,
     figures,
     has_tag,
     job_state,
@@ -150,8 +151,7 @@ def _keep_result(job: Job, before: dict, seconds: float, reads: dict[str, str]) 
 
 def _drawn(job: Job) -> dict[Path, int]:
     "The figures that are there, and when each was written."
-    files = [job.root/job.out/name for name in figures(job)]
-    return {file: file.stat().st_mtime_ns for file in files}
+    return {file: file.stat().st_mtime_ns for file in figure_files(job)}
 
 TEMPORARY = ("partial.ipynb", "metrics.json", "failed.ipynb")   # endings of files that a finished run does not leave
 

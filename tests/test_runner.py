@@ -388,3 +388,13 @@ def test_the_plan_says_where_missing_data_come_from(checkout):
     assert remedies(checkout.jobs()) == ["debias-clip data get docci --root data/docci"]
     assert plan_text(read_preset("demo", checkout.root), checkout.jobs()).endswith(
         "to get it: debias-clip data get docci --root data/docci")
+
+
+WRONG_TESTS = ["docci", ["docci"], {"data": ["docci"], "root": "x"}, {"data": None, "root": "x"}]
+
+@pytest.mark.parametrize("test", WRONG_TESTS, ids=str)
+def test_a_plan_of_what_cannot_be_a_test_set_says_so(checkout, test):
+    experiment(checkout, "one", tests={"a": test})
+    checkout.preset("experiments: [one]\n")
+    told = plan_text(read_preset("demo", checkout.root), checkout.jobs())
+    assert "\nnot ready: " in told and "to get it" not in told
